@@ -63,7 +63,7 @@ test-cluster: $(VENV)/.installed-dev  ## run the tests on a real Slurm and on ne
 faults: $(VENV)/.installed-dev  ## run every fault of docs/reliability.md at every place, with real processes (an hour or more)
 	$(BIN)/pytest -m soak $(ARGS)
 
-mutants: $(VENV)/.installed-dev  ## change the core in 200 places and list the changes that no test detects (half an hour or more)
+mutants: $(VENV)/.installed-dev  ## change the core in 280 places and list the changes that no test detects (half an hour or more)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## measure a step and a checkpoint next to baselines, or one of them: ARGS=step; docs/benchmarks.md
@@ -79,7 +79,7 @@ image:  ## build the container image with docker or buildah; docs/cloud.md
 	docker/build.sh $(ARGS)
 
 test-image: $(VENV)/.installed-dev  ## test the built image; RUN="podman --runtime runc run" selects another runtime
-	$(BIN)/pytest -m image tests/test_container.py $(ARGS)
+	$(BIN)/pytest -m image tests/launch/test_container.py $(ARGS)
 
 lock: $(VENV)/.installed  ## pin the image's packages, for x86_64 and its Python; ARGS=--upgrade: newer releases
 	$(BIN)/pip install --quiet uv

@@ -51,31 +51,44 @@ class Section(BaseModel, ser_json_inf_nan="null"):
 
 class Pending(Section):
     """The work that follows a step. If a stop interrupts it, the checkpoint keeps it, and a resumed
-    run finishes it."""
+    run finishes it.
 
-    row: dict[str, Any] = {}  # empty once it is written
-    evaluate: bool = False  # the scores join the row
+    Attributes:
+        row: empty once it is written.
+        evaluate: whether the model is to be evaluated; the scores join the row.
+        sample: whether a sample is to be generated.
+        save: whether a checkpoint is to be saved. Not kept: the loop sets it on resume.
+    """
+
+    row: dict[str, Any] = {}
+    evaluate: bool = False
     sample: bool = False
-    save: bool = Field(default=False, exclude=True)  # not kept: the loop sets it on resume
+    save: bool = Field(default=False, exclude=True)
 
     def __bool__(self) -> bool:
         return bool(self.row) or self.evaluate or self.sample
 
 
 class Best(Section):
-    """The evaluation with the lowest val_loss."""
+    """The evaluation with the lowest val_loss.
+
+    Attributes:
+        tokens: that were scored. Another number starts a new comparison: losses over other tokens
+            differ.
+        since: number of evaluations after it.
+    """
 
     step: Count = 0
     val_loss: Loss = math.inf
-    # scored; another number starts a new comparison: losses over other tokens differ
     tokens: float | None = None
-    since: Count = 0  # number of evaluations after it
+    since: Count = 0
 
     def after(self, step: int, scores: Scores) -> "Best":
         """The best evaluation once `scores` are known. Scores without a val_loss change nothing."""
-        loss = scores.get("val_loss", math.nan)
+        loss = scores.get("val_loss")
+        if loss is None:
+            loss = math.nan
         tokens = scores.get("val_tokens")
-        loss = math.nan if loss is None else loss
         if math.isfinite(loss) and (loss < self.val_loss or tokens != self.tokens):
             return Best(step=step, val_loss=loss, tokens=tokens)
         counts = "val_loss" in scores and math.isfinite(self.val_loss)
@@ -83,19 +96,27 @@ class Best(Section):
 
 
 class Parent(Section):
-    """The checkpoint that a branch started from (`train.branch_from`)."""
+    """The checkpoint that a branch started from (`train.branch_from`).
 
-    parent: str  # path of the checkpoint
+    Attributes:
+        parent: path of the checkpoint.
+        checkpoint_sha256: of its manifest.
+    """
+
+    parent: str
     run_id: RunId
     step: Count
-    checkpoint_sha256: str  # of its manifest
+    checkpoint_sha256: str
 
 
 class Progress(Section):
     """Steps taken, scores, and pending work.
 
-    `scores`: the newest value of each name. `scored_at`: step of the newest evaluation. `best`: the
-    best evaluation."""
+    Attributes:
+        scores: the newest value of each name.
+        scored_at: step of the newest evaluation.
+        best: the best evaluation.
+    """
 
     run_id: RunId = ""
     step: Count = 0
@@ -131,7 +152,8 @@ class Progress(Section):
         a row without a new lowest val_loss that end it; None: no limit."""
         if patience is None or self.best.since < patience:
             return ""
-        return f"eval.patience = {patience}: no val_loss below {self.best.val_loss:.4f} since step {self.best.step}"
+        best = f"{self.best.val_loss:.4f} since step {self.best.step}"
+        return f"eval.patience = {patience}: no val_loss below {best}"
 
     def add_scores(self, scores: Scores) -> None:
         """Records an evaluation of the current step."""
@@ -141,6 +163,14 @@ class Progress(Section):
 
 
 class FeedState(Section):
+    """Where the data stand.
+
+    Attributes:
+        position: the first position of the order that no step has taken.
+        skipped_ranges: [start, stop) of positions that no step takes.
+        order_digest: of all items so far.
+    """
+
     position: Count = 0
     skipped_ranges: list[tuple[Count, Count]] = []
     order_digest: Digest = FIRST_DIGEST
@@ -163,35 +193,65 @@ class Unjudged(NamedTuple):
 
 class ClimbState(Section):
     """The lowest training loss so far, and how long the losses have been far above it. The guard
-    judges by them."""
+    judges by them.
 
-    phase: Count = 0  # of the data; another one starts a new comparison
-    start: Finite = 0  # mean loss of the first block
-    best: Loss = math.inf  # lowest mean loss of a block; infinity before the first one has ended
-    noise: Finite = 0  # standard deviation of the losses in that block
-    block: Sums = (0, 0, 0)  # the block that has not ended: number of losses, sum, sum of squares
-    low: Count = 0  # the last step whose loss was near the best
-    # first step of the losses above the limit in a row; None after one below
+    Attributes:
+        phase: of the data; another one starts a new comparison.
+        start: mean loss of the first block.
+        best: lowest mean loss of a block; infinity before the first one has ended.
+        noise: standard deviation of the losses in that block.
+        block: the block that has not ended: number of losses, sum, sum of squares.
+        low: the last step whose loss was near the best.
+        above: first step of the losses above the limit in a row; None after one below.
+    """
+
+    phase: Count = 0
+    start: Finite = 0
+    best: Loss = math.inf
+    noise: Finite = 0
+    block: Sums = (0, 0, 0)
+    low: Count = 0
     above: Count | None = None
 
 
 class GuardState(Section):
+    """What the guard remembers.
+
+    Attributes:
+        judged: the last step with a verdict.
+        first_bad: first of the bad steps in a row; None after a good one.
+        losses: running statistics of the good steps' losses.
+        unjudged: the steps without a verdict.
+    """
+
     judged: Count = 0
     first_bad: Count | None = None
-    losses: Sums = (0, 0, 0)  # running statistics of the good steps' losses
+    losses: Sums = (0, 0, 0)
     climb: ClimbState = ClimbState()
     unjudged: list[Unjudged] = []
 
 
 class OptimizerState(Section):
-    norms: Sums = (0, 0, 0)  # running statistics of the good gradients' norms
-    scaler: dict[str, int | Finite] | None = None  # the loss scaler's, under fp16
+    """What the optimizer remembers beside its tensors.
+
+    Attributes:
+        norms: running statistics of the good gradients' norms.
+        scaler: the loss scaler's, under fp16.
+    """
+
+    norms: Sums = (0, 0, 0)
+    scaler: dict[str, int | Finite] | None = None
 
 
 class LossSum(NamedTuple):
-    """Sum of the losses that are finite, number of their units (tokens, samples), and of all units.
-    In fp64 the sum is exact below 2^29 times the smallest loss, so a resumed run gets the same
-    bits."""
+    """Sum of losses. In fp64 it is exact below 2^29 times the smallest loss, so a resumed run gets
+    the same bits.
+
+    Attributes:
+        loss: sum of the losses that are finite.
+        valid: number of their units (tokens, samples).
+        units: number of all units.
+    """
 
     loss: Finite = 0
     valid: Units = 0
@@ -204,8 +264,13 @@ class LossSum(NamedTuple):
 
 
 class Losses(Section):
-    """Losses since the last epoch ended, without steps that changed nothing; since the last row;
-    and the number of steps that changed nothing."""
+    """Losses, without steps that changed nothing.
+
+    Attributes:
+        epoch: since the last epoch ended.
+        since_row: since the last row.
+        skipped: number of steps that changed nothing.
+    """
 
     epoch: LossSum = LossSum()
     since_row: LossSum = LossSum()
@@ -213,8 +278,12 @@ class Losses(Section):
 
 
 class LogEnd(Section):
-    """The rows before the checkpoint: the chain of the last one, and the length of the file in
-    bytes."""
+    """The rows before the checkpoint.
+
+    Attributes:
+        chain: that of the last row.
+        bytes: length of the file up to its end.
+    """
 
     chain: Digest = FIRST_CHAIN
     bytes: Count = 0
@@ -256,14 +325,21 @@ class OwnCode(Section):
 
 
 class GPTData(TaskState):
-    """Identity of a GPT's data, and the micro-batch."""
+    """Identity of a GPT's data, and the micro-batch.
+
+    Attributes:
+        data_manifest: hash of the manifest of the first folder.
+        tasks: SHA-256 of the items of each of `eval.tasks`.
+        mixture: of several folders; None for one.
+        code: the task class of one's own; None without one.
+    """
 
     tokenizer: Annotated[str, AfterValidator(check_file_name)]
     tokenizer_sha256: str
     vocab_size: Count
     data_manifest: str
     micro_batch: Positive
-    tasks: dict[str, str] = {}  # SHA-256 of the items of each of `eval.tasks`
+    tasks: dict[str, str] = {}
     mixture: Mixture | None = None
     code: OwnCode | None = None
 
@@ -310,18 +386,18 @@ class State(Section):
     @property
     def record(self) -> dict[str, Any]:
         """The fields that rows have too, in plain JSON values."""
-        counts = {"rollbacks": self.progress.rollbacks, "skipped": self.losses.skipped}
         return {
             **self.identity,
-            **counts,
+            "rollbacks": self.progress.rollbacks,
+            "skipped": self.losses.skipped,
             "val_loss": self.progress.val_loss,
             **self.feed.model_dump(mode="json"),
         }
 
     @staticmethod
-    def of(kind: str, **sections: Any) -> "State":
-        """The state of a run of this kind."""
-        return KINDS.get(kind, State)(kind=kind, **sections)
+    def of(kind: str, **sections: object) -> "State":
+        """The state of a run of this kind. `sections`: those of the class, or their values."""
+        return KINDS.get(kind, State).model_validate({"kind": kind, **sections})
 
     def to_json(self) -> str:
         """The text of state.json. Numbers that are not finite become null."""

@@ -5,7 +5,8 @@ A part is one or more commands with a time limit, and belongs to a tier. A part 
 commit is not run again; the earlier call may have been on another machine, whose gpu.json was
 brought to GPU_OUTPUT. The table at the end has all parts of all calls, and what their runs found.
 
-    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 GPU_TIERS="smoke real" .venv/bin/pytest -m gpu tests/test_gpu.py
+    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 GPU_TIERS="smoke real" \\
+        .venv/bin/pytest -m gpu tests/test_gpu.py
 """
 
 import json
@@ -22,7 +23,6 @@ from typing import get_args
 
 import pytest
 import torch
-import yaml
 from cifar import pictures, write_folders
 from commands import ROOT, last_of_each
 from runs import train_with_faults
@@ -52,72 +52,103 @@ BEGUN, USUAL_LIMIT, GRACE = time.monotonic(), 120, 10
 """Start; seconds of a part where `LIMITS` has no others, twice as many on a CPU; seconds to end
 after that."""
 TINY = (
-    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
+    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32"
+    " --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
 )
 TINY_PRESET = (
     "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
 )
 
-SHORT = yaml.safe_load("""
-flags: --output_dir {out} --train.device {device} --optim.decay_steps 400
-small: scripts/train_gpt2.py {flags}{tiny}
-ranks: -m torch.distributed.run --standalone --nproc_per_node {gpus} {small} --tracking.log_every 1
-sharded: "{ranks} --run_name sharded --launch.parallel fsdp --tracking.sample_every 20"
-random: >-
-  --data.path {out}/random --data.prepare null --tracking.log_every 5 --train.mixed_precision bf16
-  --train.steps 40{large}
-124M: scripts/train_gpt2.py {flags} --config configs/gpt2_124m.yaml {random}
-curve: "{small} --tracking.log_every 1 --train.steps 200"
-step: -m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/
-""")
+SHORT = {
+    "flags": "--output_dir {out} --train.device {device} --optim.decay_steps 400",
+    "small": "scripts/train_gpt2.py {flags}{tiny}",
+    "ranks": (
+        "-m torch.distributed.run --standalone --nproc_per_node {gpus} {small}"
+        " --tracking.log_every 1"
+    ),
+    "sharded": "{ranks} --run_name sharded --launch.parallel fsdp --tracking.sample_every 20",
+    "random": (
+        "--data.path {out}/random --data.prepare null --tracking.log_every 5"
+        " --train.mixed_precision bf16 --train.steps 40{large}"
+    ),
+    "124M": "scripts/train_gpt2.py {flags} --config configs/gpt2_124m.yaml {random}",
+    "curve": "{small} --tracking.log_every 1 --train.steps 200",
+    "step": "-m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/",
+}
 """Parts of commands: the default training, and GPT-2 (124M) in bf16 with 64 windows of random
 tokens a step."""
-PARTS = yaml.safe_load("""
-# does it work at all
-fp32: ["{small} --run_name fp32 --train.mixed_precision no --train.steps 50"]
-bf16: ["{small} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"]
-resume:
-  - "{small} --run_name straight --train.deterministic --train.steps 40"
-  - "{small} --run_name resumed --train.deterministic --train.steps 20"
-  - "{small} --run_name resumed --train.deterministic --train.steps 40"
-stop:
-  - "{small} --run_name stopped --train.max_minutes 0.001 --train.steps 50"
-  - "{small} --run_name stopped --train.steps 50"
-Inf: ["tests/test_gpu.py Inf {flags}{tiny} --run_name inf --train.mixed_precision {fp16} --train.steps 50"]
-verify: ["scripts/verify_run.py {out}/resumed"]
-generate: ["scripts/generate.py {out}/resumed --max_new_tokens 20"]
-evaluate: ["scripts/evaluate.py {out}/resumed --device {device}"]
-torchrun: ["-m torch.distributed.run --standalone --nproc_per_node 1 {small} --run_name torchrun --train.steps 20"]
-# one model, in parts on all GPUs
-replicated: ["{ranks} --run_name replicated --train.steps 40"]
-sharded: ["{sharded} --train.steps 20", "{sharded} --train.steps 40", "scripts/verify_run.py {out}/sharded"]
-# the step
-step: ["{step}step --repeats 2 --compile model --micro_batch 32{nanogpt}{short}"]
-steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"]
-124M: ["{124M} --run_name 124M"]
-trace: ["tests/test_gpu.py trace {device} {out}{preset}"]
-# what the guarantees cost
-guards off: ["{124M} --run_name unguarded --guard.sigmas null"]
-saves in the background: ["{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes"]
-saves standing: ["{124M} --run_name standing --checkpoint.every 10 --checkpoint.background no"]
-checkpoint: ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"]
-# sizes
-350M: ["{step}350M --repeats 2 --preset configs/gpt2_350m.yaml --micro_batch 16 32"]
-1558M: ["{step}1558M --repeats 2 --preset configs/gpt2_1558m.yaml --micro_batch 4 8"]
-1558M recomputed:
-  - scripts/train_gpt2.py {flags} --config configs/gpt2_1558m.yaml {random} --run_name recomputed
-    --train.activation_checkpointing --train.micro_batch_size 16
-# real runs
-200 in fp32: ["{curve} --run_name curve_fp32 --train.mixed_precision no --train.compile off"]
-200 in bf16: ["{curve} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {compile}"]
-a run: ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"]
-# small jobs
-ResNet:
-  - scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml --output_dir {out} --data.name cifar10
-    --data.path {out}/images --train.epochs 2 --train.device {device} --tracking.log_every 1 --run_name resnet{sync}
-    --train.mixed_precision {fp16}
-""")
+PARTS = {
+    # does it work at all
+    "fp32": ["{small} --run_name fp32 --train.mixed_precision no --train.steps 50"],
+    "bf16": ["{small} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"],
+    "resume": [
+        "{small} --run_name straight --train.deterministic --train.steps 40",
+        "{small} --run_name resumed --train.deterministic --train.steps 20",
+        "{small} --run_name resumed --train.deterministic --train.steps 40",
+    ],
+    "stop": [
+        "{small} --run_name stopped --train.max_minutes 0.001 --train.steps 50",
+        "{small} --run_name stopped --train.steps 50",
+    ],
+    "Inf": [
+        "tests/test_gpu.py Inf {flags}{tiny} --run_name inf --train.mixed_precision {fp16}"
+        " --train.steps 50",
+    ],
+    "verify": ["scripts/verify_run.py {out}/resumed"],
+    "generate": ["scripts/generate.py {out}/resumed --max_new_tokens 20"],
+    "evaluate": ["scripts/evaluate.py {out}/resumed --device {device}"],
+    "torchrun": [
+        "-m torch.distributed.run --standalone --nproc_per_node 1 {small} --run_name torchrun"
+        " --train.steps 20",
+    ],
+    # one model, in parts on all GPUs
+    "replicated": ["{ranks} --run_name replicated --train.steps 40"],
+    "sharded": [
+        "{sharded} --train.steps 20",
+        "{sharded} --train.steps 40",
+        "scripts/verify_run.py {out}/sharded",
+    ],
+    # the step
+    "step": ["{step}step --repeats 2 --compile model --micro_batch 32{nanogpt}{short}"],
+    "steps": ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"],
+    "124M": ["{124M} --run_name 124M"],
+    "trace": ["tests/test_gpu.py trace {device} {out}{preset}"],
+    # what the guarantees cost
+    "guards off": ["{124M} --run_name unguarded --guard.sigmas null"],
+    "saves in the background": [
+        "{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes",
+    ],
+    "saves standing": [
+        "{124M} --run_name standing --checkpoint.every 10 --checkpoint.background no",
+    ],
+    "checkpoint": [
+        "-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}",
+    ],
+    # sizes
+    "350M": ["{step}350M --repeats 2 --preset configs/gpt2_350m.yaml --micro_batch 16 32"],
+    "1558M": ["{step}1558M --repeats 2 --preset configs/gpt2_1558m.yaml --micro_batch 4 8"],
+    "1558M recomputed": [
+        "scripts/train_gpt2.py {flags} --config configs/gpt2_1558m.yaml {random}"
+        " --run_name recomputed --train.activation_checkpointing --train.micro_batch_size 16",
+    ],
+    # real runs
+    "200 in fp32": ["{curve} --run_name curve_fp32 --train.mixed_precision no --train.compile off"],
+    "200 in bf16": [
+        "{curve} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {compile}",
+    ],
+    "a run": [
+        "scripts/train_gpt2.py --output_dir {out} --run_name whole"
+        " --train.device {device}{tiny}{steps}",
+    ],
+    # small jobs
+    "ResNet": [
+        "scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml"
+        " --output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
+        " --train.device {device} --tracking.log_every 1 --run_name resnet{sync}"
+        " --train.mixed_precision {fp16}",
+    ],
+}
 """Name -> what Python runs, one after the other. All but the last may be a training that stops,
 with exit code 75."""
 LIMITS = {
@@ -281,7 +312,10 @@ def words(device):
         if small
         else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
         "steps": " --train.steps 20" * small,
-        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off --preset {OUT}/tiny.yaml"
+        "short": (
+            " --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off"
+            f" --preset {OUT}/tiny.yaml"
+        )
         * small,
     }
 

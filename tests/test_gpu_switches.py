@@ -16,7 +16,12 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
-STEPS, MICRO_BATCHES, WINDOWS, LENGTH, VOCAB, EOT = 60, 2, 6, 256, 1000, 999
+STEPS = 60
+MICRO_BATCHES = 2
+WINDOWS = 6
+LENGTH = 256
+VOCAB = 1000
+EOT = 999
 ON = (DEVICE,)
 SWITCHES = {
     "loss": [(loss, "FUSED_ON", ON)],
@@ -56,7 +61,8 @@ def curve(name):
     model = GPT(config, VOCAB, EOT).to(DEVICE)
     run = compiled.compiled(model, "model")
     optim = OptimConfig(name="muon" if name == "muon" else "adamw")
-    optimizer, found = build_optimizer(model, optim, bf16=True), []
+    optimizer = build_optimizer(model, optim, bf16=True)
+    found = []
     for step in range(STEPS):
         total = 0
         for micro in range(MICRO_BATCHES):
@@ -84,8 +90,12 @@ def test_a_switch_trains_as_the_usual_way_does(name, monkeypatch):
         for module, attribute, value in SWITCHES[name]:
             monkeypatch.setattr(module, attribute, value)
         losses, own_norms = curve(name)
-    loss_error, norm_errors = (losses / usual - 1).abs().max(), (own_norms / norms - 1).abs()
-    errors = f"losses {loss_error:.2e} at most; norms {norm_errors.median():.2e}, at most {norm_errors.max():.2e}"
+    loss_error = (losses / usual - 1).abs().max()
+    norm_errors = (own_norms / norms - 1).abs()
+    errors = (
+        f"losses {loss_error:.2e} at most; norms {norm_errors.median():.2e}, at most "
+        f"{norm_errors.max():.2e}"
+    )
     print(f"{name}: loss {usual[0]:.3f} to {usual[-1]:.3f}; apart: {errors}")
     assert usual[-1] < usual[0] - 0.5, "nothing was learned"
     assert loss_error < 0.003

@@ -18,18 +18,21 @@ class Corpus(NamedTuple):
 
     manifests: list[Manifest]
     tokenizer: Tokenizer
-    sources: list[Windows]  # of the training splits
-    source: "Windows | MixedWindows"  # all of them
-    # loss weight and validation split, by the name of the folder
+    sources: list[Windows]
+    """Training split of each folder."""
+    source: Windows | MixedWindows
+    """All of them, as the order's items number them."""
     validation: dict[str, tuple[float, TokenStream]]
-    mixture: Mixture | None  # manifests and phases of several folders; None for one folder
+    """Weight in the loss, and validation split, by the name of the folder."""
+    mixture: Mixture | None
+    """Manifests and phases of several folders; None for one folder."""
 
 
 def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
-    """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers
-    of all shards.
-    Raises: UserError if a folder has no usable shards, or another tokenizer than the first, or
-    another's shards."""
+    """Opens the folders by their small files; hashes only the tokenizer.
+
+    `check`: read the headers of all shards. Raises: UserError if a folder has no usable shards, or
+    another tokenizer than the first, or another's shards."""
     paths = config.data.paths
     size = config.model.block_size
     manifests = [read_manifest(Path(path)) for path in paths]
@@ -38,27 +41,21 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
     for folder, manifest in folders:
         if manifest.tokenizer_sha256 != tokenizer.sha256:
-            hint = f"has another tokenizer than {file}; restore that file, or prepare all with --tokenizer {paths[0]}"
-            raise UserError("data.path", folder, hint)
+            cure = f"restore that file, or prepare all with --tokenizer {paths[0]}"
+            raise UserError("data.path", folder, f"has another tokenizer than {file}; {cure}")
         if (manifest.vocab_size, manifest.eot) != (tokenizer.vocab_size, tokenizer.eot):
-            raise UserError(
-                "data",
-                folder / MANIFEST,
-                f"has another vocab_size or eot than its tokenizer; {AGAIN}",
-            )
+            hint = f"has another vocab_size or eot than its tokenizer; {AGAIN}"
+            raise UserError("data", folder / MANIFEST, hint)
         if not manifest.tokens("train"):
-            raise UserError(
-                "data.path", folder, "has no training split; prepare it with prepare_data.py"
-            )
+            hint = "has no training split; prepare it with prepare_data.py"
+            raise UserError("data.path", folder, hint)
     sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
     for (folder, _), source in zip(folders, sources, strict=True):
         if not len(source):
-            hint = (
-                f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
-            )
-            raise UserError(
-                "data.path", folder, f"{hint}; use more text or a smaller model.block_size"
-            )
+            problem = f"the training split has {len(source.stream)}"
+            hint = f"a window needs {size + 1} tokens, but {problem}"
+            cure = "use more text or a smaller model.block_size"
+            raise UserError("data.path", folder, f"{hint}; {cure}")
     if len(sources) == 1:
         weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
         source = sources[0]

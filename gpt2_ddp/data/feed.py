@@ -1,15 +1,25 @@
 """The feed: the items of each step, and this rank's micro-batches of them.
 
+    FeedState ── plan_step ─▶ StepItems       positions and items of one step, of all ranks
+        ▲                        │
+        │ next_step takes it:    │ Feed._read_ahead calls plan_step, too, and reads this rank's
+        │ the next position      │ share of the items, a micro-batch at a time
+        │ and digest             ▼
+        └───── Step ◀────── prepare_loader    moves the rows to the device, one micro-batch ahead
+
 A step takes the next positions of the order (`data.order`), without those in `skipped_ranges`. Its
 items depend on the seed, the step's size, `position` and `skipped_ranges` alone: not on ranks,
-micro-batches or restarts. The items are counted as they are delivered.
+micro-batches or restarts. `Feed.state` alone says where the data stand: reading ahead does not
+change it, and the items count when their step is taken.
 """
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+# (accelerate has no types)
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import chain, tee
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from accelerate import Accelerator
@@ -21,39 +31,59 @@ from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import FeedState
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-class _Batches(IterableDataset):
+
+class _Batches(IterableDataset[T]):
     """Batches, in their order, for a DataLoader."""
 
-    def __init__(self, batches: Iterable[Any]):
+    def __init__(self, batches: Iterable[T]):
         self._batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return iter(self._batches)
 
 
-def prepare_loader(accelerator: Accelerator, batches: Iterable[Any]) -> Any:
+class Loader(Protocol[T_co]):
+    """A DataLoader that Accelerate prepared."""
+
+    def __iter__(self) -> Iterator[T_co]:
+        """The batches, on the device."""
+        ...
+
+    def end(self) -> None:
+        """Removes the loader from Accelerate's list of those that are being read."""
+        ...
+
+
+def _unchanged(batch: T) -> T:
+    return batch
+
+
+def prepare_loader(accelerator: Accelerator, batches: Iterable[T]) -> Loader[T]:
     """A loader of this rank's batches, prepared by Accelerate, which moves them to the device one
     batch ahead."""
     loader = DataLoader(
         _Batches(batches),
         batch_size=None,
-        collate_fn=lambda batch: batch,
+        collate_fn=_unchanged,
         pin_memory=accelerator.device.type == "cuda",
         generator=Generator(),  # the default would draw from dropout's generator
     )
     # Accelerator.prepare would keep a reference to every loader, and take the batches for those of
     # all ranks
-    return prepare_data_loader(
+    prepared = prepare_data_loader(
         loader,
         accelerator.device,
-        1,
-        0,
+        num_processes=1,
+        process_index=0,
         put_on_device=True,
         rng_types=[],
         dispatch_batches=False,
         non_blocking=True,
     )
+    return cast(Loader[T], prepared)
 
 
 class Source(Protocol):
@@ -98,6 +128,23 @@ class MicroBatch(NamedTuple):
     positions: np.ndarray
 
 
+class StepItems(NamedTuple):
+    """All ranks' items of a step.
+
+    Attributes:
+        positions: int64 [n], ascending, in the endless order.
+        items: uint64 [n], at these positions.
+    """
+
+    positions: np.ndarray
+    items: np.ndarray
+
+    @property
+    def end(self) -> int:
+        """The position after the step's last one."""
+        return int(self.positions[-1]) + 1
+
+
 class Step(NamedTuple):
     """All ranks' items of a step, uint64 [n] in order of position, and this rank's
     micro-batches."""
@@ -106,8 +153,35 @@ class Step(NamedTuple):
     micro_batches: Iterator[MicroBatch]
 
 
-Plan = Iterator[tuple[np.ndarray, np.ndarray]]
-"""Positions int64 [n] and items uint64 [n] of each step."""
+NO_END = 2**63
+"""A position that no training reaches."""
+
+
+def plan_step(order: Order, batch: GlobalBatch, state: FeedState) -> StepItems:
+    """The step that follows a state: the next positions that are not skipped, up to `batch.size`,
+    and with `by_epoch` up to the end of an epoch. Depends on the arguments alone."""
+    skipped = state.skipped_ranges
+    position = next_free(state.position, skipped)
+    end = NO_END
+    if batch.by_epoch:
+        end = (position // len(order) + 1) * len(order)
+    wanted = batch.size
+    parts: list[np.ndarray] = []
+    while wanted and position < end:
+        stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))
+        parts.append(np.arange(position, stop))
+        wanted -= stop - position
+        position = next_free(stop, skipped)
+    positions = np.concatenate(parts)
+    return StepItems(positions, order.items_at(positions))
+
+
+def next_free(position: int, skipped_ranges: Iterable[tuple[int, int]]) -> int:
+    """The first position from this one on that is in none of the ranges."""
+    for start, stop in sorted(skipped_ranges):
+        if start <= position < stop:
+            position = stop
+    return position
 
 
 class Feed:
@@ -120,8 +194,8 @@ class Feed:
     Attributes:
         state: what a checkpoint has of the feed; each step makes another. `position`: the first
             that no step has taken.
-            `skipped_ranges`: [start, stop) of positions that no step takes. `order_digest`: of all
-                items so far.
+            `skipped_ranges`: [start, stop) of positions that no step takes.
+            `order_digest`: of all items so far.
         ended_epoch: whether the last step took the last position of the epoch that it began in.
         skipped_end: whether the end of an epoch was skipped before the last step.
         waited: seconds that steps waited for the loader.
@@ -137,11 +211,11 @@ class Feed:
         self.order = order
         self.batch = batch
         self.source = source
-        self._accelerator, self._epoch_size = accelerator, len(order)
+        self._accelerator = accelerator
         self.ended_epoch = False
         self.skipped_end = False
         self.waited = 0.0
-        self._loader: Any = None
+        self._loader: Loader[MicroBatch] | None = None
         self.seek(FeedState())
 
     @property
@@ -156,17 +230,16 @@ class Feed:
         return len(shares), max(self.batch.rows, *(len(part) for ranks in shares for part in ranks))
 
     def seek(self, state: FeedState) -> None:
-        """Moves to a state in O(1): plans the steps from there on. Reads none of them yet."""
+        """Moves to a state in O(1). Reads no items yet."""
         self.state = state
+        self._is_taken = True  # the last step has no micro-batch left
+        self._peeked: MicroBatch | None = None
         if self._loader is not None:
             self._loader.end()
-        self._plan, self._micro_batches = self._steps(), iter(())
         if self.source is not None:
             assert self._accelerator is not None
-            self._plan, ahead = tee(self._plan)  # steps are read before they are taken
-            self._loader = prepare_loader(
-                self._accelerator, self._read(ahead, self._accelerator.process_index)
-            )
+            ahead = self._read_ahead(self.source, self._accelerator.process_index, state)
+            self._loader = prepare_loader(self._accelerator, ahead)
             self._loaded = iter(self._loader)
 
     def skip_range(self, start: int, stop: int) -> None:
@@ -176,96 +249,70 @@ class Feed:
         assert not any(a < stop and start < b for a, b in ranges), (
             "positions cannot be skipped twice"
         )
-        digest = skipped_digest(self.state.order_digest, start, stop)
-        self.seek(
-            self.state.model_copy(
-                update={"skipped_ranges": [*ranges, (start, stop)], "order_digest": digest}
-            )
-        )
+        skipped = {
+            "skipped_ranges": [*ranges, (start, stop)],
+            "order_digest": skipped_digest(self.state.order_digest, start, stop),
+        }
+        self.seek(self.state.model_copy(update=skipped))
 
     def next_step(self) -> Step:
         """Advances by a step. Its micro-batches are read lazily, one ahead; all are to be taken
         before the next step. They raise UserError if the source cannot be read."""
-        assert next(self._micro_batches, None) is None, (
-            "the step before has a micro-batch that was not taken"
-        )
-        positions, items = next(self._plan)
-        epoch = int(positions[0]) // self._epoch_size
-        digest = next_digest(self.state.order_digest, items)
-        self.skipped_end = epoch > self.state.position // self._epoch_size
-        self.state = self.state.model_copy(
-            update={"position": int(positions[-1]) + 1, "order_digest": digest}
-        )
-        self.ended_epoch = self.next_position // self._epoch_size > epoch
-        self._micro_batches = iter(()) if self.source is None else self._take_step()
-        return Step(items, self._micro_batches)
+        assert self._is_taken, "the step before has a micro-batch that was not taken"
+        step = plan_step(self.order, self.batch, self.state)
+        epoch_size = len(self.order)
+        epoch = int(step.positions[0]) // epoch_size
+        self.skipped_end = epoch > self.state.position // epoch_size
+        taken = {
+            "position": step.end,
+            "order_digest": next_digest(self.state.order_digest, step.items),
+        }
+        self.state = self.state.model_copy(update=taken)
+        self.ended_epoch = self.epochs > epoch
+        self._is_taken = self.source is None
+        return Step(step.items, self._take_step())
 
     def first_micro_batch(self) -> MicroBatch:
         """The first micro-batch of the next step, without advancing."""
-        first = next(self._loaded)
-        self._loaded = chain([first], self._loaded)
-        return first
-
-    def _steps(self) -> Plan:
-        """The steps from the state on, endlessly."""
-        position = self.next_position
-        skipped = self.state.skipped_ranges
-        while True:
-            end = (
-                (position // self._epoch_size + 1) * self._epoch_size
-                if self.batch.by_epoch
-                else 2**63
-            )
-            parts = []
-            wanted = self.batch.size
-            while wanted and position < end:
-                stop = min(
-                    position + wanted, end, *(start for start, _ in skipped if start > position)
-                )
-                parts.append(np.arange(position, stop))
-                wanted -= stop - position
-                position = self._next_free(stop)
-            positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            yield positions, self.order.items_at(positions)
-
-    def _read(self, steps: Plan, rank: int) -> Iterator[MicroBatch]:
-        """Reads a rank's micro-batches of the steps. Padding repeats the last item, or the step's
-        first one."""
-        assert self.source is not None
-        for positions, items in steps:
-            shares = self.batch.share(len(items))
-            for number, ranks in enumerate(shares, 1):
-                own = ranks[rank] or range(1)
-                size = max(self.batch.rows, len(own))
-                index = np.minimum(np.arange(own.start, own.start + size), own.stop - 1)
-                rows = self.source.read(items[index].astype(np.int64))
-                yield MicroBatch(rows, len(ranks[rank]), number == len(shares), positions[index])
+        if self._peeked is None:
+            self._peeked = next(self._loaded)
+        return self._peeked
 
     def _take_step(self) -> Iterator[MicroBatch]:
         """The micro-batches of one step, from the loader."""
-        is_last = False
-        while not is_last:
+        while not self._is_taken:
             started = time.perf_counter()
-            batch = next(self._loaded)
+            batch = self.first_micro_batch()
             self.waited += time.perf_counter() - started
-            is_last = batch.last
+            self._peeked = None
+            self._is_taken = batch.last
             yield batch
+
+    def _read_ahead(self, source: Source, rank: int, state: FeedState) -> Iterator[MicroBatch]:
+        """Reads a rank's micro-batches of all steps from a state on. Padding repeats the last item,
+        or the step's first one."""
+        while True:
+            step = plan_step(self.order, self.batch, state)
+            shares = self.batch.share(len(step.items))
+            for number, ranks in enumerate(shares, 1):
+                share = ranks[rank] or range(1)
+                size = max(self.batch.rows, len(share))
+                index = np.minimum(np.arange(share.start, share.start + size), share.stop - 1)
+                rows = source.read(step.items[index].astype(np.int64))
+                is_last = number == len(shares)
+                yield MicroBatch(rows, len(ranks[rank]), is_last, step.positions[index])
+            state = state.model_copy(update={"position": step.end})
 
     @property
     def next_position(self) -> int:
         """The first position of the next step: after those that steps took, and after the skipped
         ranges there."""
-        return self._next_free(self.state.position)
+        return next_free(self.state.position, self.state.skipped_ranges)
 
     @property
     def epochs(self) -> int:
         """Number of completed epochs, whose positions are all taken or skipped."""
-        return self.next_position // self._epoch_size
-
-    def _next_free(self, position: int) -> int:
-        for start, stop in sorted(self.state.skipped_ranges):
-            position = stop if start <= position < stop else position
-        return position
+        return self.next_position // len(self.order)
 
 
 @cache  # computing the parts takes 0.1 ms for 1,024 ranks
@@ -289,7 +336,10 @@ def split_batch(windows: int, processes: int, largest: int) -> int:
     are more processes than windows.
     """
     if processes > windows:
-        hint = f"more than the {windows} windows of a step (train.global_batch_tokens / model.block_size); start fewer"
+        hint = (
+            f"more than the {windows} windows of a step "
+            "(train.global_batch_tokens / model.block_size); start fewer"
+        )
         raise UserError("processes", processes, hint)
     share = -(-windows // processes)  # ceil
     if windows % processes == 0:

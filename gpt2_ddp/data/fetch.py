@@ -1,5 +1,5 @@
-"""Shards that are not on this machine yet: prepared by the recipe of `data.prepare`, or copied from
-a URL."""
+"""Gets shards that are not on this machine yet: prepares them by the recipe of `data.prepare`, or
+copies them from a URL."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,8 @@ def get_data(config: TrainingConfig) -> None:
         run_module(
             "gpt2_ddp.remote.transfer", "--action=data", f"--url={url}", f"--folder={folder}"
         )
-    if recipe := missing_data(config):
+    recipe = missing_data(config)
+    if recipe:
         run_module("gpt2_ddp", "prepare_data", "--config", recipe)
         print_size_note(config)
 
@@ -25,13 +26,15 @@ def get_data(config: TrainingConfig) -> None:
 def print_size_note(config: TrainingConfig) -> None:
     """Prints a note if the model is the one for small texts, and the text suits a larger preset.
     Raises: UserError."""
-    if config.model == ModelConfig.model_validate(read_yaml(OWN_TEXT)["model"]):
-        size = sum(text_bytes(read_manifest(Path(folder))) for folder in config.data.paths)
-        if preset := preset_for(size):
-            print_line(
-                f"note: this model is for up to 20 MB of text, and there are {size / 1e6:,.0f} MB; on a GPU, "
-                f"--config {preset} learns more"
-            )
+    if config.model != ModelConfig.model_validate(read_yaml(OWN_TEXT)["model"]):
+        return
+    size = sum(text_bytes(read_manifest(Path(folder))) for folder in config.data.paths)
+    preset = preset_for(size)
+    if preset:
+        print_line(
+            "note: this model is for up to 20 MB of text, and there are "
+            f"{size / 1e6:,.0f} MB; on a GPU, --config {preset} learns more"
+        )
 
 
 def missing_data(config: TrainingConfig) -> str | None:
@@ -39,7 +42,9 @@ def missing_data(config: TrainingConfig) -> str | None:
     without a manifest that the recipe does not write."""
     missing = [path for path in missing_folders(config) if path not in config.data.urls.values()]
     recipe = config.data.prepare
-    output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
+    output = ""
+    if recipe and missing:
+        output = str(read_yaml(recipe, "data.prepare").get("output"))
     for folder in missing:
         # a mistyped path must not start a preparation
         if os.path.realpath(output) != os.path.realpath(folder):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -38,11 +38,13 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard file: name, tokens, size in bytes, SHA-256."""
+    """A shard file; a manifest lists it."""
 
     file: Name
+    """its name"""
     tokens: Annotated[int, Field(ge=1, lt=2**31)]
     bytes: int
+    """size of the file"""
     sha256: Digest
 
 
@@ -51,8 +53,15 @@ Split = Annotated[str, Field(pattern=r"^(train|val)$")]
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a shard folder. `recipe` is the configuration that made them; it is not part of
-    the hash."""
+    """Contents of a shard folder.
+
+    Attributes:
+        tokenizer: its file in the folder, or the name of an encoding.
+        eot: id of the end-of-text token, which begins each document.
+        source: the text that was prepared, in words.
+        splits: the shards of `train` and `val`, in their order.
+        recipe: the configuration that made them; not part of the hash.
+    """
 
     version: Literal[2, 3]
     tokenizer: Name
@@ -61,7 +70,7 @@ class Manifest:
     eot: Number
     source: str
     splits: Annotated[dict[Split, Annotated[list[Shard], Field(min_length=1)]], Field(min_length=1)]
-    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @cached_property
     def hash(self) -> str:
@@ -92,15 +101,19 @@ def tokenizer_note(manifests: Mapping[str, Manifest]) -> str:
     if not folders:
         return ""
     return (
-        f"an earlier release prepared {' '.join(folders)}, and trained the tokenizer on the validation text, too: "
-        "bits per byte of this text are up to some percent too low; prepare the text again for figures to compare"
+        f"an earlier release prepared {' '.join(folders)}, "
+        "and trained the tokenizer on the validation text, too: "
+        "bits per byte of this text are up to some percent too low; "
+        "prepare the text again for figures to compare"
     )
 
 
 def text_bytes(manifest: Manifest) -> int:
     """Bytes of the text that the tokens were made of; 0 if prepare_data.py did not record them."""
-    account = manifest.recipe.get("account")
-    size = account.get("bytes") if isinstance(account, dict) else 0
+    account: object = manifest.recipe.get("account")
+    if not isinstance(account, dict):
+        return 0
+    size = cast(dict[str, object], account).get("bytes")
     return size if type(size) is int else 0
 
 

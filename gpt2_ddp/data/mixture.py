@@ -6,6 +6,8 @@ position of a source, over all blocks, takes item k of the source's own endless 
 is a pure function of seed and position. It is the `Permutation` of source 0 while all weight is on
 that. docs/verify.md specifies it.
 """
+# pyright: reportUnknownMemberType=false
+# (torch.from_numpy has no types)
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -43,7 +45,9 @@ class MixedOrder(Order):
     Its length is an epoch: all windows of the first phase's sources. Sources that come later do not
     change it.
 
-    `windows` are the numbers of each source's windows, `names` its names in rows.
+    Args:
+        windows: number of windows of each source.
+        names: name of each source in rows.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class MixedOrder(Order):
     ):
         self.phases = phases
         self.names = names
+        # source 0 has the order of a run without a mixture, so that a run may add sources
+        streams = ["", *(f"{number}/" for number in range(1, len(windows)))]
         self._orders = [
-            Permutation(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)
+            Permutation(seed, n, stream) for n, stream in zip(windows, streams, strict=True)
         ]
         self._slots = Permutation(seed, BLOCK, "block/")
         self._length = sum(
@@ -65,16 +71,18 @@ class MixedOrder(Order):
 
     def items_at(self, positions: np.ndarray) -> np.ndarray:
         numbers, offsets = np.divmod(positions, BLOCK)
-        sources, uses = np.empty((2, len(positions)), np.int64)
-        for number in set(numbers.tolist()):
-            here = numbers == number
-            of_sources, of_uses = self._block(number)
-            sources[here] = of_sources[offsets[here]]
-            uses[here] = of_uses[offsets[here]]
+        sources = np.empty(len(positions), np.int64)
+        uses = np.empty(len(positions), np.int64)
+        for number in _distinct(numbers):
+            in_block = numbers == number
+            block_sources, block_uses = self._block(number)
+            sources[in_block] = block_sources[offsets[in_block]]
+            uses[in_block] = block_uses[offsets[in_block]]
         items = np.empty(len(positions), np.uint64)
-        for source in set(sources.tolist()):
-            here = sources == source
-            items[here] = self._orders[source].items_at(uses[here]) | (source << SOURCE_BITS)
+        for source in _distinct(sources):
+            of_source = sources == source
+            windows = self._orders[source].items_at(uses[of_source])
+            items[of_source] = windows | (source << SOURCE_BITS)
         return items
 
     def uses(self, position: int) -> np.ndarray:
@@ -87,18 +95,15 @@ class MixedOrder(Order):
         """Row fields at a state: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of
         the source."""
         end = state.position
-        skipped = state.skipped_ranges
         reached = self.uses(end)
-        gaps = [
-            self.uses(min(stop, end)) - self.uses(start) for start, stop in skipped if start < end
-        ]
-        trained = (reached - sum(gaps)) * per_item
-        epochs = [
-            round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)
-        ]
+        skipped = np.zeros_like(reached)
+        for start, stop in state.skipped_ranges:
+            if start < end:
+                skipped += self.uses(min(stop, end)) - self.uses(start)
         row: dict[str, float] = {}
-        for name, count, epoch in zip(self.names, trained.tolist(), epochs, strict=True):
-            row |= {f"{unit}/{name}": count, f"epoch/{name}": epoch}
+        for source, name in enumerate(self.names):
+            row[f"{unit}/{name}"] = int(reached[source] - skipped[source]) * per_item
+            row[f"epoch/{name}"] = round(int(reached[source]) / len(self._orders[source]), 4)
         return row
 
     def phase_at(self, position: int) -> int:
@@ -107,9 +112,8 @@ class MixedOrder(Order):
     def _uses_before(self, block: int) -> np.ndarray:
         ends = [min(phase.begins // BLOCK, block) for phase in self.phases[1:]] + [block]
         blocks = np.diff(ends, prepend=0).tolist()
-        return np.sum(
-            [_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)], axis=0
-        )
+        uses = [_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)]
+        return np.sum(uses, axis=0)
 
     def _compute_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Source of each position in a block, and number of that source's positions before it:
@@ -119,11 +123,15 @@ class MixedOrder(Order):
         ends = np.cumsum(counts)
         slots = self._slots.items_at(np.arange(number * BLOCK, (number + 1) * BLOCK))
         sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
-        uses = np.empty(BLOCK, np.int64)  # ascending in time, so that an epoch's items come first
-        uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(
-            before - ends + counts, counts
-        )
+        # the uses of a source ascend in the order of the block, so that an epoch's items come first
+        by_source = np.argsort(sources, kind="stable")
+        uses = np.empty(BLOCK, np.int64)
+        uses[by_source] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
         return sources, uses
+
+
+def _distinct(numbers: np.ndarray) -> set[int]:
+    return set(numbers.tolist())
 
 
 def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
@@ -140,12 +148,11 @@ def phases_of(config: TrainingConfig, windows: Sequence[int]) -> list[Phase]:
     """The phases of a run over sources of these numbers of windows. Weights are exact decimals: 0.1
     is one tenth."""
     weights = [config.data.weights or windows, *(phase.weights for phase in config.data.phases)]
-    return [
-        Phase(*phase) for phase in zip([0, *config.phase_begins], map(normal, weights), strict=True)
-    ]
+    begins = [0, *config.phase_begins]
+    return [Phase(begin, normalized(values)) for begin, values in zip(begins, weights, strict=True)]
 
 
-def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
+def normalized(weights: Sequence[float]) -> tuple[Fraction, ...]:
     """Weights divided by their sum."""
     exact = [Fraction(repr(weight)) for weight in weights]
     return tuple(weight / sum(exact) for weight in exact)
@@ -153,32 +160,35 @@ def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
 
 def check_distinct(paths: Sequence[str], manifests: Sequence[Manifest]) -> None:
     """Raises: UserError if two folders share a shard, unless it is of both validation splits."""
-    known: dict[str, tuple[str, str]] = {}
+    first_seen: dict[str, tuple[str, str]] = {}  # folder and split of each shard, by its hash
     for path, manifest in zip(paths, manifests, strict=True):
         for split, shards in manifest.splits.items():
             for shard in shards:
-                place, other = known.setdefault(shard.sha256, (path, split))
-                if place != path and (split, other) != ("val", "val"):
-                    hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
-                    hint += "; name each text once, and set its weight in data.weights"
+                folder, other_split = first_seen.setdefault(shard.sha256, (path, split))
+                if folder != path and (split, other_split) != ("val", "val"):
+                    hint = (
+                        f"its {shard.file}, of the {split} split, is in the {other_split} split of "
+                        f"{folder}, too; name each text once, and set its weight in data.weights"
+                    )
                     raise UserError("data.path", path, hint)
 
 
-def recorded(record: Mapping[str, Any]) -> Mixture | None:
+def recorded_mixture(record: Mapping[str, Any]) -> Mixture | None:
     """Identity in a start, or a state's `record`, for a single source too; None without one.
     Raises: ValueError for bad fields."""
-    if known := record.get("mixture"):
-        return Mixture.model_validate(known)
-    return alone(record["data_manifest"]) if "data_manifest" in record else None
+    mixture = record.get("mixture")
+    if mixture:
+        return Mixture.model_validate(mixture)
+    return single_folder(record["data_manifest"]) if "data_manifest" in record else None
 
 
-def alone(manifest: Any) -> Mixture:
+def single_folder(manifest: str) -> Mixture:
     """Identity of a single folder, whose manifest has this hash."""
     return Mixture(manifests=[manifest], phases=[(0, ["1"])])
 
 
-def past(mixture: Mixture, position: int, sources: int, block_size: int) -> str:
-    """Phases before `position`, with weight 0 for sources that came later."""
+def phases_until(mixture: Mixture, position: int, sources: int, block_size: int) -> str:
+    """Phases before `position`, in words, with weight 0 for sources that came later."""
     begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]
     zeros = ["0"] * (sources - len(mixture.manifests))
     return ", ".join(
@@ -187,28 +197,33 @@ def past(mixture: Mixture, position: int, sources: int, block_size: int) -> str:
     )
 
 
-def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
+def check_resumed_data(config: TrainingConfig, saved: State, now: Mixture) -> None:
     """Checks the data of a resumed run. The saved sources must come first; new ones may follow.
     Weights must be equal for all positions that the run has reached. Raises: UserError if they
     differ."""
-    before = recorded(saved.record)
+    before = recorded_mixture(saved.record)
     assert before, "a GPT's state has the hash of its data"
     paths = config.data.paths
-    known = before.manifests
-    size = config.model.block_size
-    if len(paths) < len(known):
-        hint = f"the run was started with {len(known)} folders; restore them, or start a new run"
+    if len(paths) < len(before.manifests):
+        started = f"the run was started with {len(before.manifests)} folders"
+        hint = f"{started}; restore them, or start a new run"
         raise UserError("data.path", " ".join(paths), hint)
-    for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
+    for path, ours, theirs in zip(paths, now.manifests, before.manifests, strict=False):
         if ours != theirs:
-            hint = "its tokens differ from those that the run was started with; restore them, or start a new run"
-            raise UserError("data.path", path, hint)
+            differ = "its tokens differ from those that the run was started with"
+            raise UserError("data.path", path, f"{differ}; restore them, or start a new run")
+    block_size = config.model.block_size
+    # a skipped range may reach beyond the position: the run has decided about it, too
     position = max([saved.feed.position, *(stop for _, stop in saved.feed.skipped_ranges)])
-    ours, theirs = (past(one, position, len(paths), size) for one in (now, before))
+    ours = phases_until(now, position, len(paths), block_size)
+    theirs = phases_until(before, position, len(paths), block_size)
     if ours != theirs:
-        later = -(-position // BLOCK) * BLOCK * size
-        hint = f"the run had {theirs}; restore data.weights and data.phases, with 0 for new folders, or start a new run"
-        hint += f". New weights may begin after the data that the run has read: data.phases, from {later} tokens on"
+        next_block = -(-position // BLOCK) * BLOCK * block_size
+        hint = (
+            f"the run had {theirs}; restore data.weights and data.phases, with 0 for new folders, "
+            "or start a new run. New weights may begin after the data that the run has read: "
+            f"data.phases, from {next_block} tokens on"
+        )
         raise UserError("data.weights", ours, hint)
 
 
@@ -227,7 +242,9 @@ def source_weights(
         if manifest.tokens(split) > 1
     }
     total = sum(present.values())
-    return {number: weight / total for number, weight in present.items()} if total else {}
+    if not total:
+        return {}
+    return {number: weight / total for number, weight in present.items()}
 
 
 class MixedWindows:
@@ -240,9 +257,10 @@ class MixedWindows:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
         sources, windows = np.divmod(items, 2**SOURCE_BITS)
         rows = torch.empty(len(items), self.sources[0].block_size + 1, dtype=torch.int64)
-        for source in set(sources.tolist()):
-            here = sources == source
-            (rows[torch.from_numpy(here)],) = self.sources[source].read(windows[here])
+        for source in _distinct(sources):
+            of_source = sources == source
+            (tokens,) = self.sources[source].read(windows[of_source])
+            rows[torch.from_numpy(of_source)] = tokens
         return (rows,)
 
 

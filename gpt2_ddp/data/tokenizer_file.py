@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, read_small
@@ -26,6 +26,16 @@ blank."""
 BYTE_OF_CHARACTER = {character: bytes([byte]) for byte, character in CHARACTER_OF_BYTE.items()}
 
 
+class Definition(TypedDict):
+    """Arguments of tiktoken's `Encoding`."""
+
+    name: NotRequired[str]
+    pat_str: str
+    mergeable_ranks: dict[bytes, int]
+    special_tokens: dict[str, int]
+    explicit_n_vocab: NotRequired[int | None]
+
+
 def to_bytes(token: str) -> bytes:
     """Bytes of a token that is written in GPT-2's printable characters."""
     return b"".join(BYTE_OF_CHARACTER[character] for character in token)
@@ -44,23 +54,22 @@ CONVERT = (
 """Hint for the files that a tokenizer of GPT-2 had before tokenizer.json."""
 
 
-def read_definition(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], str]:
+def read_definition(path: Path, names: Sequence[str]) -> tuple[Definition, str]:
     """Arguments of tiktoken's `Encoding` for a `tokenizer.json`, and the file's SHA-256. `names`:
     of tokenizers without a file. Raises: UserError if the file cannot be read, or tiktoken would
     encode differently."""
     if is_lfs_pointer(path):
         raise UserError("tokenizer", path, LFS_HINT)
-    if path.name in OLD_FORM or (
-        not os.path.exists(path) and all((path.parent / name).is_file() for name in OLD_FORM)
-    ):
-        raise UserError(
-            "tokenizer", path.parent, f"has {' and '.join(OLD_FORM)}, an older form; {CONVERT}"
-        )
+    has_old_form = all((path.parent / name).is_file() for name in OLD_FORM)
+    if path.name in OLD_FORM or (not os.path.exists(path) and has_old_form):
+        hint = f"has {' and '.join(OLD_FORM)}, an older form; {CONVERT}"
+        raise UserError("tokenizer", path.parent, hint)
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
-        known = f"name bpe, a tokenizer.json or an encoding ({', '.join(names)})"
-        raise UserError("tokenizer", path, f"cannot be read ({error.strerror}); {known}") from error
+        names_of_others = f"name bpe, a tokenizer.json or an encoding ({', '.join(names)})"
+        hint = f"cannot be read ({error.strerror}); {names_of_others}"
+        raise UserError("tokenizer", path, hint) from error
     try:
         return _definition(json.loads(data)), hashlib.sha256(data).hexdigest()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -68,7 +77,7 @@ def read_definition(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], s
         raise UserError("tokenizer", path, hint) from error
 
 
-def _definition(definition: dict[str, Any]) -> dict[str, Any]:
+def _definition(definition: dict[str, Any]) -> Definition:
     """Arguments of tiktoken's `Encoding`. Raises: ValueError where it would encode differently."""
     model = definition["model"]
     splitter = definition["pre_tokenizer"]

@@ -189,8 +189,8 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
 
 
 def spare_core(device: str, threads: int) -> bool:
-    """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers`
-    per process. On an accelerator (`device` is not cpu), a process keeps one core busy."""
+    """Whether training leaves a core of this machine idle. On a CPU, each process keeps `threads`
+    cores busy; on an accelerator (`device` is not cpu), one."""
     return processes_here() * (threads if device == "cpu" else 1) < usable_cores()
 
 

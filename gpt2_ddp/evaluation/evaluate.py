@@ -23,8 +23,13 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the scored targets: negative log-likelihood in nats (fp64), tokens, and UTF-8 bytes
-    of their text."""
+    """Sums over the scored targets.
+
+    Attributes:
+        nll: negative log-likelihood in nats, fp64.
+        tokens: number of the targets.
+        bytes: of their text, in UTF-8.
+    """
 
     nll: float
     tokens: int
@@ -51,16 +56,20 @@ def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
     tokens."""
     parts = [(weight, part) for weight, part in parts if weight]
     tokens = sum(part.tokens for _, part in parts)
+    # each part, as if it had its share of the tokens
     scaled = [(weight * tokens / part.tokens, part) for weight, part in parts]
-    return Evaluation(
-        sum(n * part.nll for n, part in scaled), tokens, sum(n * part.bytes for n, part in scaled)
-    )
+    nll = sum(factor * part.nll for factor, part in scaled)
+    n_bytes = sum(factor * part.bytes for factor, part in scaled)
+    return Evaluation(nll, tokens, n_bytes)
 
 
 class EvalSet(NamedTuple):
     """The L - 1 targets of a stream of L tokens, in windows of block_size; the last may be shorter.
-    `tokens` of them are scored, in whole windows, evenly spread; None: all. `token_bytes`, int
-    [vocab_size]: UTF-8 bytes of each."""
+
+    Attributes:
+        tokens: targets that are scored, in whole windows, evenly spread; None: all.
+        token_bytes: UTF-8 bytes of each token, int [vocab_size].
+    """
 
     stream: TokenStream
     block_size: int
@@ -76,8 +85,8 @@ def rounds(
     many, as sharded weights need. `poll`: called before each batch. After two seconds, a terminal
     shows a progress bar of this name."""
     hidden = None if is_main_process() else True  # None hides the bar only without a terminal
-    of_ranks = range(0, count, batch_size * accelerator.num_processes)
-    for first in tqdm(of_ranks, name, unit="batch", leave=False, delay=2, disable=hidden):
+    starts = range(0, count, batch_size * accelerator.num_processes)
+    for first in tqdm(starts, name, unit="batch", leave=False, delay=2, disable=hidden):
         poll()
         yield first + batch_size * accelerator.process_index
 
@@ -132,7 +141,8 @@ def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.nd
 
 def _batch(data: EvalSet, windows: np.ndarray, batch_size: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets int64 [batch_size, block_size]; the padding's targets are IGNORED."""
-    stream, block_size = data[:2]
+    stream = data.stream
+    block_size = data.block_size
     x = torch.zeros(batch_size, block_size, dtype=torch.int64)
     y = torch.full((batch_size, block_size), IGNORED)
     for row, start in enumerate((windows * block_size).tolist()):

@@ -57,12 +57,17 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemSet:
-    """A task's items."""
+    """A task's items.
+
+    Attributes:
+        requests: one for each choice of each item, in their order.
+        sha256: of the items.
+    """
 
     name: str
     items: list[Item]
-    requests: list[Request]  # one for each choice of each item, in their order
-    sha256: str  # of the items
+    requests: list[Request]
+    sha256: str
 
     @property
     def chance(self) -> float:
@@ -103,26 +108,26 @@ def load_sets(
     for task in tasks:
         name = re.sub(r"[^\w.-]", "_", Path(task).stem)
         if name in sets:
-            raise UserError(
-                field, task, f"two tasks have the name {name}; rename a file, or remove one"
-            )
+            hint = f"two tasks have the name {name}; rename a file, or remove one"
+            raise UserError(field, task, hint)
         try:
             items = _hellaswag() if task == "hellaswag" else read_items(Path(task))
             sets[name] = make_set(name, items, most, tokenizer, block_size)
         except (OSError, ValueError) as error:
-            problem = (
-                f"cannot be read ({error.strerror or error})"
-                if isinstance(error, OSError)
-                else error
-            )
-            problem = "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else problem
-            hint = f"{problem}; a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
+            kinds = "a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
+            hint = f"{_problem(error)}; {kinds}"
             raise UserError(field, task, hint) from error
     return [*sets.values()]
 
 
+def _problem(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read ({error.strerror or error})"
+    return "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
 def _hellaswag() -> list[Item]:
-    import datasets
+    import datasets  # noqa: PLC0415  heavy: one of the tasks needs it
 
     return [*map(_item, datasets.load_dataset("Rowan/hellaswag", split="validation"))]
 
@@ -131,26 +136,26 @@ def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]
     """Notes on tasks whose items have changed; `saved`: hashes of the items before, by task."""
     for items in sets:
         if saved.get(items.name, items.sha256) != items.sha256:
-            yield f"the items of {items.name} have changed; scores are not comparable with earlier rows"
+            changed = f"the items of {items.name} have changed"
+            yield f"{changed}; scores are not comparable with earlier rows"
 
 
 def read_items(path: Path) -> list[Item]:
     """The items of a file. Raises: OSError; ValueError, which names the invalid line."""
-    items = []
-    for number, line in enumerate(
-        read_small(path, LONGEST).decode("utf-8-sig").split("\n"), start=1
-    ):
-        if line.strip():
-            try:
-                items.append(_item(parse_json(line)))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number}: is no JSON: {truncate(line, 60)}") from error
-            except ValidationError as error:
-                raise ValueError(
-                    f"line {number}: {first_problem(error)}: {truncate(line, 60)}"
-                ) from error
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
+    items: list[Item] = []
+    lines = read_small(path, LONGEST).decode("utf-8-sig").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            items.append(_item(parse_json(line)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: is no JSON: {truncate(line, 60)}") from error
+        except ValidationError as error:
+            problem = f"{first_problem(error)}: {truncate(line, 60)}"
+            raise ValueError(f"line {number}: {problem}") from error
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
     return items
 
 
@@ -158,13 +163,13 @@ def first_problem(error: ValidationError) -> str:
     """The first problem of an item or a row, in plain words."""
     details = error.errors()[0]
     if not details["loc"]:
-        own_words = details["msg"].removeprefix("Value error, ")
-        return own_words if details["type"] == "value_error" else "is no JSON object"
+        message = details["msg"].removeprefix("Value error, ")
+        return message if details["type"] == "value_error" else "is no JSON object"
     field = ".".join(map(str, details["loc"]))
     return f"has no {field}" if details["type"] == "missing" else f"{field} is not as it should be"
 
 
-def _item(row: Any) -> Item:
+def _item(row: object) -> Item:
     """The item of a row of either form. Raises: ValueError."""
     if isinstance(row, dict) and "endings" in row:
         row = HellaSwag.model_validate(row).item()
@@ -180,14 +185,13 @@ def make_set(
         raise ValueError("has no items")
     count = min(most or len(items), len(items))
     items = [items[index * len(items) // count] for index in range(count)]
-    requests = []
+    requests: list[Request] = []
     for item in items:
         for choice in item.choices:
             before, continuation = encode_pair(item.context, f" {choice}", tokenizer)
             if not 0 < len(continuation) <= block_size:
-                raise ValueError(
-                    f"choice {choice!r} has {len(continuation)} tokens, model.block_size {block_size}"
-                )
+                length = f"{len(continuation)} tokens, model.block_size {block_size}"
+                raise ValueError(f"choice {choice!r} has {length}")
             tokens = before + continuation
             requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
     texts = "\n".join(item.model_dump_json() for item in items)
@@ -204,8 +208,11 @@ def encode_pair(
     the context's own tokens. The end-of-text token replaces an empty context, and precedes no
     other."""
     kept = context.rstrip()
-    before, both = (tokenizer.encode(text).tolist() for text in (kept, context + continuation))
-    return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)
+    both = tokenizer.encode(context + continuation).tolist()
+    if not kept:
+        return [tokenizer.eot], both
+    before = tokenizer.encode(kept).tolist()
+    return before, both[len(before) :]
 
 
 @torch.no_grad()
@@ -222,12 +229,16 @@ def answer(
 
     The longest come first. Batches do not depend on the number of ranks. Short ones are padded with
     rows that are not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in
-    fp64. Results are gathered once. `model`: in evaluation mode. `batch_size`: requests per forward
-    pass and rank. `length`: of every row, for a compiled model; None: that of the longest in its
-    batch. `poll`: called before each batch, equally often on each rank; its exceptions end
-    scoring."""
+    fp64. Results are gathered once.
+
+    Args:
+        model: in evaluation mode.
+        batch_size: requests per forward pass and rank.
+        length: of every row, for a compiled model; None: that of the longest in its batch.
+        poll: called before each batch, equally often on each rank; its exceptions end scoring.
+    """
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
-    found = torch.zeros(len(requests), dtype=torch.float64)
+    likelihoods = torch.zeros(len(requests), dtype=torch.float64)
     for begin in rounds(accelerator, len(order), batch_size, poll, "scoring"):
         batch = order[begin : begin + batch_size]
         chosen = [requests[index] for index in batch]  # none at the end
@@ -236,10 +247,10 @@ def answer(
         losses = cross_entropy(model(x)[scored].float(), y[scored], reduction="none")
         nats = torch.zeros(y.shape, dtype=torch.float64)
         nats[scored.cpu()] = -losses.cpu().double()
-        found[batch] = nats.sum(1)[: len(batch)]
+        likelihoods[batch] = nats.sum(1)[: len(batch)]
     if accelerator.num_processes > 1:
-        found = sum_over_ranks(accelerator, found.to(accelerator.device)).cpu()
-    return found.numpy()
+        likelihoods = sum_over_ranks(accelerator, likelihoods.to(accelerator.device)).cpu()
+    return likelihoods.numpy()
 
 
 def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[Tensor, Tensor]:

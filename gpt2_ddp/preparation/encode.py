@@ -38,9 +38,9 @@ from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file, write_atomically
 from gpt2_ddp.preparation.progress import progress
-from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_pieces
 from gpt2_ddp.preparation.split import Cut, empty_split, read_split
+from gpt2_ddp.preparation.text_files import BLOCK, LARGEST, Part
 
 # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
 SAMPLE = 512
@@ -78,8 +78,8 @@ def write_splits(
 ) -> tuple[dict[str, list[Shard]], Counter[str]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
     `cut`: the result of `find_cut`. Returns the shards of each split, and the counts of
-    `read_pieces`.
-    Raises: UserError if the source cannot be read, or gives no tokens for a split."""
+    `read_pieces`. Raises: UserError if the source cannot be read, or gives no tokens for a
+    split."""
     for cached in (_cached_tokenizer, _cached_fast_encoder):
         # an earlier preparation of this process may have had another file of this name
         cached.cache_clear()
@@ -94,8 +94,10 @@ def write_splits(
     items = _noting_sizes(make_items(source, counts, cut), sizes)
     encoded = in_order(partial(encode_item, tokenizer, config), items, pool)
     total = inf if config.max_documents else sum(part.bytes for part in source.parts)
-    for tokens, found in progress(encoded, "encoding", "bytes", total, lambda _: sizes.popleft()):
-        counts += found
+    # an item is done when its tokens are here, in the order of the items
+    encoded = progress(encoded, "encoding", "bytes", total, lambda _: sizes.popleft())
+    for tokens, item_counts in encoded:
+        counts += item_counts
         for split, ids in tokens.items():
             writers[split].add(ids)
     splits = {split: writer.close() for split, writer in writers.items()}
@@ -108,9 +110,9 @@ def write_splits(
 def _noting_sizes(items: Iterable[Item], sizes: deque[float]) -> Iterator[Item]:
     """The items, while their sizes are appended to `sizes`: bytes of files, or of text."""
     for parts, pieces in items:
-        sizes.append(
-            sum(part.bytes for part in parts) + sum(len(piece.text.encode()) for piece in pieces)
-        )
+        of_files = sum(part.bytes for part in parts)
+        of_text = sum(len(piece.text.encode()) for piece in pieces)
+        sizes.append(of_files + of_text)
         yield parts, pieces
 
 
@@ -123,9 +125,8 @@ def make_items(source: Source, counts: Counter[str], cut: Cut | None) -> Iterato
             yield batch, []
         else:
             read = read_split(source, batch, counts, cut)
-            yield from (
-                ([], pieces) for pieces in batches(read, lambda piece: len(piece.text), BLOCK)
-            )
+            for pieces in batches(read, lambda piece: len(piece.text), BLOCK):
+                yield [], pieces
 
 
 @dataclass
@@ -144,14 +145,12 @@ class FastEncoder:
         panics."""
         try:
             ids = self.encoder.encode(text.encode())
-        except (
-            BaseException
-        ) as error:  # a panic of Rust's is no Exception, and its class cannot be imported
+        # a panic of Rust's is no Exception, and its class cannot be imported
+        except BaseException as error:
             if type(error).__module__ != "pyo3_runtime":
                 raise
-            raise UserError(
-                "gigatoken", truncate(text, 60), f"panicked ({error}); {WITHOUT}"
-            ) from None
+            hint = f"panicked ({error}); {WITHOUT}"
+            raise UserError("gigatoken", truncate(text, 60), hint) from None
         return (ids + np.uint32(self.first)).astype(token_dtype(self.tokenizer.vocab_size))
 
     def check(self, text: str, ids: np.ndarray) -> None:
@@ -161,9 +160,8 @@ class FastEncoder:
         text = text[: end.start()] if end else text
         expected = self.tokenizer.encode(text)
         if not np.array_equal(ids[: len(expected)] if end else ids, expected):
-            raise UserError(
-                "gigatoken", truncate(text, 60), f"its ids are not tiktoken's; {WITHOUT}"
-            )
+            hint = f"its ids are not tiktoken's; {WITHOUT}"
+            raise UserError("gigatoken", truncate(text, 60), hint)
 
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
@@ -173,7 +171,8 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
     if tokenizer.pattern != GPT2_PATTERN or max(ranks.values()) - first + 1 != len(ranks):
         return None
     try:
-        from gigatoken.gigatoken_rs import BPETokenizer  # pyright: ignore[reportMissingImports]
+        # optional
+        from gigatoken.gigatoken_rs import BPETokenizer  # noqa: PLC0415  optional # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
@@ -184,7 +183,11 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
 
 
 _cached_tokenizer = cache(load_tokenizer)
-_cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
+
+
+@cache
+def _cached_fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
+    return fast_encoder(tokenizer)
 
 
 class ShardWriter:

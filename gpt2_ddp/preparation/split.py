@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.source_files import Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_documents, read_pieces
+from gpt2_ddp.preparation.text_files import Part
 
 EXPECTED_DOCUMENTS = 10
 """Least expected documents of the smaller split, for splits by hash; with fewer, it could be
@@ -62,11 +62,13 @@ def empty_split(
 ) -> UserError:
     """The error of a source that gives no text for a split. `cut` and `counts`: those that it was
     read with."""
-    hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
+    cure = "choose another source, or val_fraction 0"
     if not counts["bytes"]:
         hint = "has no text; choose another source"
     elif cut is None:
-        hint = f"has too few different documents for a {split} split; choose another source, or val_fraction 0"
+        hint = f"has too few different documents for a {split} split; {cure}"
+    else:
+        hint = f"has too little text for a {split} split; {cure}"
     return UserError("source", config.source_name, hint)
 
 

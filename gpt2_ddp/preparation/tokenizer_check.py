@@ -6,7 +6,7 @@ since the export is the last command.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.data.tokenizer_file import END_OF_TEXT, LARGEST
@@ -15,8 +15,9 @@ from gpt2_ddp.files import read_small
 from gpt2_ddp.preparation.source_files import library_files
 
 SCRIPTS = (
-    f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
-    "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
+    f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ "
+    "café cafe\u0301 Größe Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் "
+    "👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
     "\u200b\u2028\u3000\ufeff\x00\x7f end   "
 )
 """Text that is rare in modules: other scripts, combining characters, all kinds of blanks,
@@ -36,8 +37,12 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 def check_tokenizer(file: Path) -> None:
     """Raises: UserError if a tokenizer.json is no byte-level BPE, or an export would refuse it."""
-    if fault := export_fault(file, load_tokenizer(str(file))):
-        hint = f"would train, but export_hf.py would refuse it: {fault}; change the file, or choose bpe, which trains one"
+    fault = export_fault(file, load_tokenizer(str(file)))
+    if fault:
+        hint = (
+            f"would train, but export_hf.py would refuse it: {fault}; change the file, "
+            "or choose bpe, which trains one"
+        )
         raise UserError("tokenizer", file, hint)
 
 
@@ -55,18 +60,19 @@ def export_fault(file: Path, tokenizer: Tokenizer) -> str:
         return f"its added token {plain[0]!r} is not special, so it would be one within a text, too"
     try:
         differing = _library_difference(file, tokenizer)
-    except (
-        BaseException
-    ) as error:  # a panic of Rust's is no Exception, and its class cannot be imported
+    # a panic of Rust's is no Exception, and its class cannot be imported
+    except BaseException as error:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         return f"the library tokenizers cannot read it ({error})"
-    return ", ".join(filter(None, (differing, unusual))) if differing else ""
+    if not differing:
+        return ""
+    return f"{differing}, {unusual}" if unusual else differing
 
 
 def _library_difference(file: Path, tokenizer: Tokenizer) -> str:
     """`difference` of the library `tokenizers`, as an export sets it up."""
-    import tokenizers
+    import tokenizers  # noqa: PLC0415  heavy: only a tokenizer.json of the user's needs it
 
     theirs = tokenizers.Tokenizer.from_file(str(file))
     theirs.no_truncation()
@@ -101,10 +107,11 @@ def sample_text(modules: int) -> str:
 def _unusual(definition: dict[str, Any]) -> str:
     """The values of a definition that are not `USUAL`, in words."""
     values = definition | {f"model.{name}": value for name, value in definition["model"].items()}
-    unusual = []
+    unusual: list[str] = []
     for name, usual in USUAL.items():
-        value = values.get(name, usual[0])
-        value = value.get("type") if isinstance(value, dict) else value
+        value: object = values.get(name, usual[0])
+        if isinstance(value, dict):
+            value = cast(dict[str, object], value).get("type")
         if value not in usual:
             unusual.append(f"it has {name} {value}")
     return ", ".join(unusual)

@@ -25,7 +25,7 @@ from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
-from gpt2_ddp.data.mixture import recorded
+from gpt2_ddp.data.mixture import recorded_mixture
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import no_such_folder, sha256_file
@@ -311,7 +311,7 @@ def _check_training(
             yield "data", error.mistakes
             yield states, _follow(log, checkpoints, None)[1]
             return False
-        known = recorded(start)
+        known = recorded_mixture(start)
         if not known or known.manifests != [manifest.hash for manifest in manifests]:
             hint = "has other tokens than the run was trained on; name the run's data with --data"
             differs = UserError("data", " ".join(folders), hint)

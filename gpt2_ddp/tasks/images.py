@@ -27,7 +27,8 @@ from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import no_such_folder, regular
-from gpt2_ddp.preparation.source_files import files_below, open_bytes
+from gpt2_ddp.preparation.source_files import files_below
+from gpt2_ddp.preparation.text_files import open_bytes
 from gpt2_ddp.tasks.supervised import Samples
 
 # splits that can be the one to test on; the first that is there is

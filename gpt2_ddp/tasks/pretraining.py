@@ -17,7 +17,7 @@ from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.fetch import get_data
 from gpt2_ddp.data.manifest import missing_folders, tokenizer_note
-from gpt2_ddp.data.mixture import MixedOrder, alone, check_goes_on, phases_of
+from gpt2_ddp.data.mixture import MixedOrder, check_resumed_data, phases_of, single_folder
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory, processes_here
@@ -201,7 +201,8 @@ class Pretraining:
                     field, value, f"{' '.join(paths)} has no validation split; remove this setting"
                 )
         if self._saved:
-            check_goes_on(config, self._saved.state, corpus.mixture or alone(self.manifest.hash))
+            mixture = corpus.mixture or single_folder(self.manifest.hash)
+            check_resumed_data(config, self._saved.state, mixture)
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.resolve()
