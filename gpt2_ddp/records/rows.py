@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -25,7 +26,7 @@ from gpt2_ddp.files import (
     regular,
     writing,
 )
-from gpt2_ddp.state import FIRST_CHAIN, next_chain
+from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, JobData, Parent, Setup, next_chain
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -46,41 +47,86 @@ class Field(NamedTuple):
 
     text: str = ""  # in the terminal
     panel: str = ""  # title in a report
-    kind: Literal["", "measured", "counted", "own"] = ""
-    """Measured: differs when trained again, and null if unknown. Counted: a share of samples.
-    Others than `own`: null if not finite, and equal when trained again, floats up to the order of
-    sums."""
+    kind: Literal["repeated", "measured", "counted", "event", "own"] = "repeated"
+    """What readers expect of the value:
+
+    - repeated: equal when trained again, floats up to the order of sums; null if not finite.
+    - measured: differs when trained again; null if unknown.
+    - counted: a share of samples, which another order of sums may change.
+    - event: a field of events; null if it does not apply.
+    - own: a task's own number, of which nothing is expected.
+    """
     unit: str = ""  # in a report
     scale: float = 1.0  # what a report divides by, to have that unit
 
 
 FIELDS = {
-    "loss_mean": Field("loss_mean {:.4f}"),
-    "val_loss": Field("val_loss {:.4f}"),
-    "val_bits_per_byte": Field("bits/byte {:.4f}"),
-    "val_accuracy": Field("val_accuracy {:.2%}", "", "counted"),
-    "lr": Field("lr {:.3g}", "Learning rate"),
-    "grad_norm": Field("norm {:.3g}", "Gradient norm (before clipping, log scale)"),
-    "tokens_per_second": Field("", "Throughput ({unit} per second)", "measured"),
-    "mfu": Field("mfu {:.1%}", "", "measured"),
-    "memory": Field("", "Memory of the main process (GB)", "measured", "GB", 1e9),
-    "data_share": Field("", "Waiting for data (share of the time)", "measured"),
-    "val_top5": Field("", "", "counted"),
-    "chain": Field("", "", "measured"),
+    # of every row
+    "event": Field(kind="event"),
+    "chain": Field(kind="measured"),
+    # of steps, in the order in which the terminal shows them
+    "step": Field(),
+    "epoch": Field(),
+    "epoch/NAME": Field(),
+    "tokens": Field(),
+    "tokens/NAME": Field(),
+    "samples": Field(),
+    "loss": Field(),
+    "loss_mean": Field(text="loss_mean {:.4f}"),
+    "not_finite": Field(),
+    "train_loss": Field(),
+    "val_loss": Field(text="val_loss {:.4f}"),
+    "val_loss/NAME": Field(),
+    "val_bits_per_byte": Field(text="bits/byte {:.4f}"),
+    "val_bits_per_byte/NAME": Field(),
+    "val_tokens": Field(),
+    "val_samples": Field(),
+    "val_accuracy": Field(text="val_accuracy {:.2%}", kind="counted"),
+    "val_top5": Field(kind="counted"),
+    "lr": Field(text="lr {:.3g}", panel="Learning rate"),
+    "grad_norm": Field(text="norm {:.3g}", panel="Gradient norm (before clipping, log scale)"),
+    "skipped": Field(),
+    "tokens_per_second": Field(panel="Throughput ({unit} per second)", kind="measured"),
+    "mfu": Field(text="mfu {:.1%}", kind="measured"),
+    "memory": Field(panel="Memory of the main process (GB)", kind="measured", unit="GB", scale=1e9),
+    "data_share": Field(panel="Waiting for data (share of the time)", kind="measured"),
+    "order_digest": Field(),
 }
-"""By name. Any task's speed is declared as `tokens_per_second`."""
-PLAIN = re.compile(
-    r"steps?|samples|(train_)?loss|not_finite|order_digest|val_(tokens|samples)|(tokens|epoch|val_loss|val_bits_per_byte)"
-    r"(/.*)?|event|from|skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|rejected|tasks|data_manifest|"
-    r"mixture|checkpoint|.*_sha256"
-)
-"""Fields of rows and events without a text, a panel or a kind."""
+"""Every field that the core writes to rows, by name; those of EVENTS are added below. NAME is a
+source of a mixture, and any task's speed is declared as `tokens_per_second`. A name that is missing
+here is a task's own number, and no replay compares it. So a test trains runs and looks up the names
+in their rows."""
+EVENTS = {
+    "start": (
+        *("kind", "run_id"),
+        *Setup.model_fields,
+        *GPTData.model_fields,
+        *JobData.model_fields,
+        *("steps", "config", "command", "commit", "hardware", "checkpoint", "kept", "rejected"),
+    ),
+    "checkpoint": ("sha256", "kept"),
+    "length": ("steps", "minutes", "step_seconds", "evaluation_seconds", "save_seconds", "config"),
+    "rollback": ("from", "skipped_range", "order_digest"),
+    "sample": ("prompt", "text"),
+    "branch": (*Parent.model_fields, *FeedState.model_fields),
+    "end": ("outcome", "kept"),
+}
+"""The fields of each event, besides `event`, `step` and `chain`."""
+for _names in EVENTS.values():
+    for _name in _names:
+        FIELDS.setdefault(_name, Field(kind="event"))
+OWN = Field(kind="own")
 
 
+@cache
 def field_of(name: str) -> Field:
     """The declaration of a field. Any name that is not declared is a task's own number."""
-    name = "tokens_per_second" if name.endswith("_per_second") else name
-    return FIELDS.get(name) or Field(kind="" if PLAIN.fullmatch(name) else "own")
+    source = name.partition("/")[0]
+    if name.endswith("_per_second"):
+        return FIELDS["tokens_per_second"]
+    if source != name:
+        return FIELDS.get(f"{source}/NAME", OWN)
+    return FIELDS.get(name, OWN)
 
 
 def is_locked(folder: Path) -> bool:

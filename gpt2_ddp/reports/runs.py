@@ -184,7 +184,7 @@ def _read_rows(file: Path, notes: list[str]) -> list[Row]:
         row |= {
             name: math.nan
             for name, value in row.items()
-            if value is None and not field_of(name).kind
+            if value is None and field_of(name).kind == "repeated"
         }
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
