@@ -149,8 +149,10 @@ def is_complete(run: Path) -> bool:
 
 def split_chain(line: str) -> tuple[str, str | None]:
     """The row's JSON text without its chain, and the chain; None if it has none."""
-    found = re.fullmatch(r'(.*), "chain": "([0-9a-f]{64})"}', line)
-    return (found[1] + "}", found[2]) if found else (line, None)
+    chained = re.fullmatch(r'(.*), "chain": "([0-9a-f]{64})"}', line)
+    if not chained:
+        return line, None
+    return chained[1] + "}", chained[2]
 
 
 def is_own(name: str) -> bool:
@@ -171,26 +173,32 @@ def is_rollback(row: dict[str, Any]) -> bool:
 
 def valid_rows(rows: Iterable[dict[str, Any]], event: str | None = None) -> list[dict[str, Any]]:
     """The rows of steps, or of this event, that no rollback undid."""
-    found: list[dict[str, Any]] = []
+    valid: list[dict[str, Any]] = []
     for row in rows:
         if is_rollback(row):
-            while found and found[-1]["step"] > row["step"]:
-                found.pop()
+            while valid and valid[-1]["step"] > row["step"]:
+                valid.pop()
         elif row.get("event") == event:
-            found.append(row)
-    return found
+            valid.append(row)
+    return valid
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
     """The row with None for numbers that are not finite, which JSON lacks."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def time_left(row: dict[str, Any], steps: int) -> float | None:
     """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the
     row has no speed."""
     unit, rate = speed_of(row)
-    return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
+    if not rate:
+        return None
+    units_left = (steps - row["step"]) * row[unit] / row["step"]
+    return units_left / rate
 
 
 def speed_of(row: dict[str, Any]) -> tuple[str, float]:
@@ -236,12 +244,12 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
     """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has
     it."""
-    events = []
+    events: list[dict[str, Any]] = []
     before = 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
-        for line in parse_lines(
-            line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line
-        ):
+        # a long run has a million rows of steps: only these are parsed
+        lines = (line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line)
+        for line in parse_lines(lines):
             if is_event(line.row) and type(line.row.get("step")) is int:
                 events.append(line.row)
             if line.row.get("chain") == chain:
@@ -263,9 +271,9 @@ def chain_of(file: Path, size: int) -> str:
     whole rows with right chains."""
     chain = FIRST_CHAIN
     for line in head(file, size):
-        text, own = split_chain(line.decode(errors="replace").removesuffix("\n"))
+        text, written = split_chain(line.decode(errors="replace").removesuffix("\n"))
         chain = next_chain(chain, text)
-        if own != chain or not line.endswith(b"\n"):
+        if written != chain or not line.endswith(b"\n"):
             return ""
     return chain
 
@@ -273,17 +281,16 @@ def chain_of(file: Path, size: int) -> str:
 def repaired(file: Path, step: int) -> Iterator[bytes]:
     """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies
     the file aside, with a warning. Raises: UserError."""
-    message = f"is missing; the rows up to step {step} are lost"
+    problem = "is missing"
+    effect = f"the rows up to step {step} are lost"
     if file.is_file():
         aside = free_name(file.with_name(f"{file.name}.damaged"))
         with writing(file):
             shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
             fsync_path(aside)
-        message = (
-            f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
-        )
-        message += f"; a copy is in {aside.name}"
-    print(f"warning: {file}: {message}", file=sys.stderr)
+        problem = "a row before the checkpoint is missing or changed"
+        effect = f"rows up to step {step} are kept; a copy is in {aside.name}"
+    print(f"warning: {file}: {problem}; {effect}", file=sys.stderr)
     for line in read_lines(file):
         if type(line.row.get("step")) is int and line.row["step"] <= step:
             with suppress(ValueError):  # numbers that JSON lacks
