@@ -130,8 +130,8 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first, corrupt ones
-    included."""
+    """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first,
+    corrupt ones included."""
     paths = (path for path in folder.glob("step-*") if FOLDER.fullmatch(path.name))
     return sorted(filter(Path.is_dir, paths), key=step_of)
 
@@ -152,9 +152,9 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
-    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's have all
-    but the tensors, too. Returns the files' entries in the manifest. Raises: UserError, as
-    `files.writing`."""
+    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's
+    have all but the tensors, too. Returns the files' entries in the manifest. Raises:
+    UserError, as `files.writing`."""
     number = snapshot.part.number
     count = snapshot.part.count
     contents: dict[str, Iterable[Any]] = {
@@ -173,8 +173,8 @@ def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_manifest(files: Mapping[str, dict[str, Any]], folder: Path) -> None:
-    """Writes the manifest of a checkpoint, whose other files are on disk. Raises: UserError, as
-    `files.writing`."""
+    """Writes the manifest of a checkpoint, whose other files are on disk. Raises:
+    UserError, as `files.writing`."""
     manifest = {"format": FORMAT, "files": {name: files[name] for name in sorted(files)}}
     sealed = {**manifest, "sha256": seal(manifest)}
     write_atomically(folder / MANIFEST, json.dumps(sealed, indent=1))

@@ -21,8 +21,8 @@ Layout = tuple[list[int], torch.dtype]
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded, or is
-    another."""
+    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded,
+    or is another."""
     data = checkpoint.state.record
     file = checkpoint.path / data["tokenizer"]
     tokenizer = load_tokenizer(str(file) if file.is_file() else data["tokenizer"])
@@ -60,16 +60,16 @@ def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Fill
 
 @torch.no_grad()
 def fit_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes
-    differ."""
+    """Copies the weights of `source` into the plain module. Raises: UserError if names
+    or shapes differ."""
     check_weights(weights, model, source)
     for name, target in model.state_dict().items():
         target.copy_(weights[name])
 
 
 def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Raises: UserError if names, shapes or dtypes of the weights of `source` are not the
-    module's."""
+    """Raises: UserError if names, shapes or dtypes of the weights of `source` are
+    not the module's."""
     if reason := weights_defect(weights, model):
         raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
 

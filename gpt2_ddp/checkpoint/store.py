@@ -10,9 +10,9 @@ Each checkpoint is complete or absent, whenever the process is killed. A save ha
     _write      appends the row `checkpoint` to metrics.jsonl
     _delete_except   renames step-00000100/ to .step-00000100.removed/, and deletes it
 
-Hidden folders are partial: the next start deletes them (`verify.recover`). A kill before the row
-leaves a checkpoint without one, which a start accepts if no later event contradicts it
-(`verify.record_defect`).
+Hidden folders are partial: the next start deletes them (`verify.recover`). A kill before
+the row leaves a checkpoint without one, which a start accepts if no later event
+contradicts it (`verify.record_defect`).
 """
 
 import math
@@ -203,8 +203,8 @@ class CheckpointStore:
             self.background.start(lambda: self._write(copy, last_good), timeout)
 
     def wait(self) -> None:
-        """Waits for the background save. Raises: UserError if it failed, or if the run folder is
-        gone."""
+        """Waits for the background save. Raises: UserError if it failed, or if the run
+        folder is gone."""
 
         def done() -> None:
             self._log.check()
@@ -263,8 +263,8 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
 
     def _recover(self) -> None:
-        """Repairs the folder after a killed or failed save. A process that only looks changes
-        nothing."""
+        """Repairs the folder after a killed or failed save. A process that only
+        looks changes nothing."""
         if not self._run_folder.wants_lock:
             return
         self._run_folder.check_lock()
@@ -386,8 +386,8 @@ def copied(snapshot: Snapshot, memory: dict[str, Tensor]) -> Snapshot:
 
 
 def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
-    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the
-    bus."""
+    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed
+    of the bus."""
     if name not in memory:
         memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         # exactly these bytes: `pin_memory` would round them up to a power of two

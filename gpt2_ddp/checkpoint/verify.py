@@ -57,8 +57,8 @@ from gpt2_ddp.records.rows import METRICS, is_rollback, read_events
 from gpt2_ddp.state import KINDS, State
 
 LARGEST = {STATE: 2**26, CONFIG: 2**16}
-"""Most bytes of the files of fields. The parser of YAML takes about 10 s per megabyte
-(estimate)."""
+"""Most bytes of the files of fields. The parser of YAML takes about 10 s
+per megabyte (estimate)."""
 LARGEST_MANIFEST = 2**20
 """Most bytes of a manifest."""
 TENSORS = ".safetensors"  # end of the large files' names
@@ -255,8 +255,8 @@ def _parse_config(text: bytes) -> dict[str, Any]:
 
 
 def _read(file: Path, read: Callable[[Path], T]) -> T:
-    """`read(file)`. Raises: CorruptCheckpoint for no file; UserError for an error of the disk that
-    persists."""
+    """`read(file)`. Raises: CorruptCheckpoint for no file; UserError for an error of the
+    disk that persists."""
     reason = ""
     for pause in (*PAUSES, 0):
         try:
@@ -274,8 +274,8 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
 
 
 def _check_file(file: Path, size: int, sha256: str) -> bytes:
-    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of
-    fields."""
+    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a
+    file of fields."""
     found_size = regular(file).stat().st_size
     if found_size != size:
         if is_lfs_pointer(file):  # it is not damaged, and stays in its place

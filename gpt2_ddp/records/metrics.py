@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints
-    them."""
+    """Rows of a run: the main process writes them to metrics.jsonl and the trackers,
+    and prints them."""
 
     def __init__(self, log: RunLog, on_row: OnRow | None = None):
         self._log = log
@@ -90,8 +90,8 @@ class Metrics:
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
-        """The result of an optional action. After an exception: None, with one warning for each
-        `what`."""
+        """The result of an optional action. After an exception: None, with one warning
+        for each `what`."""
         try:
             return action()
         except Exception as error:  # of any library: the run matters more than a curve or sample

@@ -33,8 +33,8 @@ STATUS = "status.json"
 CONFIG = "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
 LONGEST_LINE = 2**26
-"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file looks like
-zeros."""
+"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file
+looks like zeros."""
 PATIENCE = 20
 """Most seconds in which the end of a stopped run is copied to its mirror."""
 Outcome = Literal["completed", "stopped", "diverged"]
@@ -161,8 +161,8 @@ def is_own(name: str) -> bool:
 
 
 def is_event(row: dict[str, Any]) -> bool:
-    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead of a
-    step."""
+    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead
+    of a step."""
     return "event" in row
 
 
@@ -242,8 +242,8 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
 
 
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
-    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has
-    it."""
+    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no
+    row has it."""
     events: list[dict[str, Any]] = []
     before = 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:

@@ -192,8 +192,8 @@ class RunLog:
             self._put_status(status)
 
     def write_heartbeat(self, status: Row) -> None:
-        """Records the watchdog's `status` of a running run, and whether its files are gone. For any
-        thread."""
+        """Records the watchdog's `status` of a running run, and whether its files are gone.
+        For any thread."""
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":
@@ -217,8 +217,8 @@ class RunLog:
 
     def write_failure(self, step: int, reason: str, is_refused: bool = False) -> None:
         """Records that the run failed, unless its end is recorded already. A user error
-        (`is_refused`) leaves the records of a run that has not begun to train as they are. For any
-        thread."""
+        (`is_refused`) leaves the records of a run that has not begun to train as they are.
+        For any thread."""
         recorded = ("running",) if is_refused else ("", "running")
         with self._writing, suppress(UserError):  # the reason is printed as well
             if self._state in recorded:
@@ -229,8 +229,8 @@ class RunLog:
                     self._overwrite_status({"state": "failed", "step": step, "reason": reason})
 
     def _overwrite_status(self, status: Row) -> None:
-        """Replaces the content of status.json where it is: a full disk has room for no second
-        file."""
+        """Replaces the content of status.json where it is: a full disk has room for
+        no second file."""
         content = (json.dumps(status) + "\n").encode()
         with suppress(OSError):
             file = os.open(self.path / STATUS, os.O_WRONLY | os.O_NOFOLLOW)
@@ -303,8 +303,8 @@ class RunLog:
         self._size = size_of(self._rows)
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint that the run has by its rows; 0 for none. Not
-        collective."""
+        """The step of the newest checkpoint that the run has by its rows; 0 for
+        none. Not collective."""
         newest = 0
         for event in read_events(self._rows)[0]:
             if is_rollback(event):

@@ -1,9 +1,9 @@
 """Trackers (Accelerate's tensorboard, wandb and trackio): each has every row of metrics.jsonl once,
 also after kills.
 
-Local files (tensorboard, wandb offline) are written again at each start, with all rows. wandb and
-trackio report their last step, and receive later rows. Each keeps the first row of a step
-(docs/tracking.md).
+Local files (tensorboard, wandb offline) are written again at each start, with all rows.
+wandb and trackio report their last step, and receive later rows. Each keeps the first row of
+a step (docs/tracking.md).
 """
 
 import os
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 class Attempt(Protocol):
-    """Calls a function. Returns its result, or None after an exception, with a warning that has the
-    name."""
+    """Calls a function. Returns its result, or None after an exception, with a warning that
+    has the name."""
 
     def __call__(self, what: str, action: Callable[[], T], /) -> T | None: ...
 
@@ -83,8 +83,8 @@ def _tensorboard(config: RunConfig, run_id: str, folder: Path) -> Running:
 
 
 def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
-    """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE is not
-    set."""
+    """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE
+    is not set."""
     from requests.utils import get_netrc_auth  # noqa: PLC0415  only for wandb
 
     logged_in = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")

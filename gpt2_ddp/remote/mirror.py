@@ -77,8 +77,8 @@ class Lease(BaseModel):
 
 
 class Mirror:
-    """The copy of a run. The process of a killed trainer copies the rest first. `lease`: of the
-    trainer."""
+    """The copy of a run. The process of a killed trainer copies the rest first. `lease`:
+    of the trainer."""
 
     def __init__(self, bucket: Bucket, run: Path, lease: Lease):
         self._run = run
@@ -88,12 +88,16 @@ class Mirror:
         self._ended = threading.Event()
         self._status = os.open(run / ".mirror", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         fcntl.lockf(self._status, fcntl.LOCK_EX)
-        bucket.on_progress = lambda: os.utime(self._status)  # the trainer sees it
+        bucket.on_progress = self._touch
+
+    def _touch(self) -> None:
+        """Shows the trainer that there is progress: by the time of the file."""
+        os.utime(self._status)
 
     @cached_property
     def _whole(self) -> dict[str, str]:
-        """The SHA-256 of the copied checkpoints' manifests, by name. At the start, the newest is
-        first."""
+        """The SHA-256 of the copied checkpoints' manifests, by name. At the start, the
+        newest is first."""
         return self._bucket.checkpoints()
 
     def restore(self) -> None:
@@ -315,9 +319,9 @@ class Mirror:
             self._give_back()
 
     def _take_lease(self) -> None:
-        """Takes the lease once nobody renews another one. Clocks of machines may differ: what
-        counts is whether the lease changes while this process looks. Raises: UserError if it
-        does."""
+        """Takes the lease once nobody renews another one. Clocks of machines may differ:
+        what counts is whether the lease changes while this process looks. Raises: UserError
+        if it does."""
         first: bytes | None = None
         until = 0.0
         unreadable = Lease(owner="a machine whose lease cannot be read", time=time.time())

@@ -62,8 +62,8 @@ class Bucket:
         }
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """The content of a small object; None without it. Raises: OSError for more than `most`
-        bytes."""
+        """The content of a small object; None without it. Raises: OSError for more
+        than `most` bytes."""
         path = f"{self._root}/{name}"
         with suppress(FileNotFoundError):
             if self._is_disk:
@@ -76,8 +76,8 @@ class Bucket:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small object, and compares it. One thread at a time. Raises: OSError if it
-        differs."""
+        """Writes a small object, and compares it. One thread at a time. Raises: OSError
+        if it differs."""
         with self._writing:
             with self._whole(name) as target:
                 self._files.pipe_file(target, content)

@@ -47,8 +47,8 @@ class Group:
 
     @property
     def names(self) -> str:
-        """The names of its runs: what they begin with, or the first ones and the number of the
-        others."""
+        """The names of its runs: what they begin with, or the first ones and the number
+        of the others."""
         names = [run.name for run in self.runs]
         alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
         prefix = "".join(letters[0] for letters in alike)

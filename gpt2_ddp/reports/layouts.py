@@ -1,5 +1,5 @@
-"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that its configuration
-makes."""
+"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that
+its configuration makes."""
 
 import math
 from collections.abc import Mapping
@@ -81,8 +81,8 @@ def _make_model(
 def _state_names(
     config: RunConfig, model: nn.Module, kind: type[Pretraining]
 ) -> Mapping[str, set[str]]:
-    """Names of the optimizer state of each parameter; none of a class with an optimizer of its
-    own."""
+    """Names of the optimizer state of each parameter; none of a class with an optimizer
+    of its own."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(config, JobConfig):
         kinds = OF_ADAM

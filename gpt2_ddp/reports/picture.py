@@ -39,8 +39,8 @@ Colors = Mapping[RunRecord, str]
 
 
 def draw(runs: Sequence[RunRecord]) -> Figure:
-    """The figure of runs, along steps, or tokens if they differ in tokens per step and all are
-    known."""
+    """The figure of runs, along steps, or tokens if they differ in tokens per step and
+    all are known."""
     groups = group_runs(runs)
     colors = {run: f"C{number}" for number, group in enumerate(groups) for run in group.runs}
     rates = {round(run.tokens_per_step) for run in runs}

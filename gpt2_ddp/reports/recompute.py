@@ -32,8 +32,8 @@ Record = dict[str, Any]
 Rates = Callable[[int], dict[str, float]]
 """Step -> learning rates, by their names in rows."""
 MOST_STEPS = 500_000
-"""Most recomputed steps between two rows (a quarter of a minute of work): a file may claim any
-number."""
+"""Most recomputed steps between two rows (a quarter of a minute of work): a file may
+claim any number."""
 
 
 class Recomputed:

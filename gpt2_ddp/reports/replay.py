@@ -67,8 +67,8 @@ class Span(NamedTuple):
 
 
 def plan(run: Path, steps: str) -> Span:
-    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the
-    checkpoints."""
+    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which
+    names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
     near = [row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop]
@@ -88,10 +88,10 @@ def plan(run: Path, steps: str) -> Span:
 def replay(
     run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpoint], command: VerifyConfig
 ) -> Finding:
-    """Trains the span again. Compares rows and, where it ends at one of the `intact` checkpoints,
-    weights and optimizer state. `settings`: configuration after the newest one. Raises: UserError
-    if the data are not those of the run, or this machine cannot train it; SystemExit 75 after a
-    signal."""
+    """Trains the span again. Compares rows and, where it ends at one of the `intact`
+    checkpoints, weights and optimizer state. `settings`: configuration after the newest one.
+    Raises: UserError if the data are not those of the run, or this machine cannot train it;
+    SystemExit 75 after a signal."""
     name = f"replay from step {span.start} to {span.stop}"
     if span.start not in intact:
         return name, [f"{name}: its checkpoint is damaged, so it cannot be trained again"]

@@ -35,8 +35,8 @@ LARGEST = 3.4e38  # about the largest number in fp32
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The readable content of a run folder. In the names of metrics, `tokens` stands for the run's
-    unit."""
+    """The readable content of a run folder. In the names of metrics, `tokens` stands for
+    the run's unit."""
 
     name: str
     # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not
@@ -109,8 +109,8 @@ class RunRecord:
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
-        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known
-        `tokens_per_step`."""
+        """Tokens until each of the steps [n], between rows in proportion [n]. Needs
+        a known `tokens_per_step`."""
         known_steps, tokens = self.series("tokens")
         finite = np.isfinite(tokens)
         return np.interp(steps, known_steps[finite], tokens[finite])

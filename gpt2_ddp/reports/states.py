@@ -103,8 +103,8 @@ class Expected:
             yield from self._add_step(row)
 
     def _event_defects(self, row: Record) -> Iterator[str]:
-        """Events that list checkpoints which no row recorded; ends of other steps than the newest
-        checkpoint's."""
+        """Events that list checkpoints which no row recorded; ends of other steps than
+        the newest checkpoint's."""
         event = row.get("event")
         step = row["step"]
         saved = recorded_checkpoint(row) if event else None

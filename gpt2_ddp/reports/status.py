@@ -42,8 +42,8 @@ class Health(NamedTuple):
 
 
 def show_status(config: StatusConfig) -> int:
-    """The command: prints a line for each run among the folders. Raises: UserError if none is a
-    run."""
+    """The command: prints a line for each run among the folders. Raises: UserError if none
+    is a run."""
     folders = [Path(run) for run in config.runs] or sorted(Path("runs").glob("*"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
@@ -103,8 +103,8 @@ def _time_left(row: dict[str, Any], total: int) -> timedelta | None:
 
 
 def _newest_checkpoint(folder: Path, events: list[dict[str, Any]]) -> int | None:
-    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one in the
-    rows."""
+    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one
+    in the rows."""
     manifests = folder.glob("checkpoints/step-*/manifest.json")
     numbers = [manifest.parent.name.removeprefix("step-") for manifest in manifests]
     steps = [int(number) for number in numbers if number.isdecimal()]

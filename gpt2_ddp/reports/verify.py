@@ -8,8 +8,8 @@
       |   '- order             recomputed from seed and data (`recompute`)
       '- losses and weights    trained again, if asked for (`replay`)
 
-A right chain confirms its rows. A broken chain confirms nothing, so nothing is compared with its
-rows.
+A right chain confirms its rows. A broken chain confirms nothing, so nothing is compared
+with its rows.
 """
 
 import os
@@ -160,8 +160,8 @@ def verify_run(command: VerifyConfig) -> int:
     defects of each check, and a `note` for what could not be checked. With `--replay`, trains a
     part of the run again.
 
-    Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in
-    `--data`.
+    Raises: UserError for a missing run, for steps that cannot be replayed, or for other
+    data in `--data`.
     """
     run = Path(command.run)
     n_defects = 0
@@ -188,8 +188,8 @@ def verify_run(command: VerifyConfig) -> int:
 
 
 def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
-    """Reads the run's files, and checks them. A running training writes a row after its
-    checkpoint."""
+    """Reads the run's files, and checks them. A running training writes a row
+    after its checkpoint."""
     settings = _read_settings(run)
     folders = list_checkpoints(run / "checkpoints")
     checkpoints, wrong = _read_checkpoints(run, folders)
