@@ -131,7 +131,8 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
     if step != checkpoint.step:
         return f"holds the state of step {checkpoint.step}"
-    start: dict[str, Any] = next((row for row in events if row["event"] == "start"), {})
+    starts = [row for row in events if row["event"] == "start"]
+    start = starts[0] if starts else dict[str, Any]()
     run_id = checkpoint.state.progress.run_id
     recorded_id = start.get("run_id", run_id)
     if run_id != recorded_id:
