@@ -20,6 +20,7 @@ from gpt2_ddp.checkpoint.format import MANIFEST, list_checkpoints, seal, steps_o
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import content_sha256
@@ -102,10 +103,11 @@ def open_folder(run, lock=True):
     return folder
 
 
-def open_store(run, keep_last=3, wish=False, lock=True):
+def open_store(run, keep_last=3, background=False, lock=True):
     """The checkpoints of a run folder, which is made and locked."""
     folder = open_folder(run, lock)
-    return CheckpointStore(folder, RunLog(folder), keep_last, wish)
+    keep = KeepConfig(keep_last=keep_last, background=background)
+    return CheckpointStore(folder, RunLog(folder), keep)
 
 
 def state_after(step, val_loss=None, **progress):

@@ -1,9 +1,15 @@
-"""Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.verify` finds and verifies
-them.
+"""The files of a checkpoint, written and read.
 
-A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json,
-config.yaml, a tokenizer file if there is one, and manifest.json: size and SHA-256 of every file,
-itself included. No file is a pickle.
+    step-00000100/
+        model.safetensors       plain module names, fp32
+        optimizer.safetensors
+        state.json
+        config.yaml
+        tokenizer.json          if there is one
+        manifest.json           size and SHA-256 of every file, itself included
+
+No file is a pickle. `checkpoint.store` writes the folders whole; `checkpoint.verify` finds and
+verifies them.
 
 The tensors of a file are whole, or there is a file for each rank that shares a model. In that case,
 `model-00002-of-00004.safetensors` has the rows that the second of four ranks holds, of each tensor
@@ -14,9 +20,10 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,12 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.files import (
-    sha256_file,
-    write_atomically,
-    write_hashed,
-    writing,
-)
+from gpt2_ddp.files import sha256_file, write_atomically, write_hashed, writing
 from gpt2_ddp.state import State
 
 FORMAT = 1
@@ -56,6 +58,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """Names of dtypes in a safetensors file, in the order of its tensors."""
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Snapshot:
     model: dict[str, Tensor]  # parameters and buffers by their plain names
     optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
     # more content by name, such as a tokenizer
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     part: Part = field(default_factory=Part)
 
     @property
@@ -106,7 +109,7 @@ class Checkpoint:
     state: State
     config: dict[str, Any]
     # size and SHA-256 of each, by its name
-    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
     @property
     def kind(self) -> str:
@@ -127,12 +130,10 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first, corrupt ones
-    included."""
-    found = (
-        place for place in folder.glob("step-*") if FOLDER.fullmatch(place.name) and place.is_dir()
-    )
-    return sorted(found, key=step_of)
+    """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first,
+    corrupt ones included."""
+    paths = (path for path in folder.glob("step-*") if FOLDER.fullmatch(path.name))
+    return sorted(filter(Path.is_dir, paths), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -141,7 +142,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def steps_of(checkpoints: list[Path]) -> list[int]:
-    return [*map(step_of, checkpoints)]
+    """The steps in the names of checkpoints."""
+    return [step_of(checkpoint) for checkpoint in checkpoints]
 
 
 def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
@@ -150,9 +152,9 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
-    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's have all
-    but the tensors, too. Returns the files' entries in the manifest. Raises: UserError, as
-    `files.writing`."""
+    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's
+    have all but the tensors, too. Returns the files' entries in the manifest. Raises:
+    UserError, as `files.writing`."""
     number = snapshot.part.number
     count = snapshot.part.count
     contents: dict[str, Iterable[Any]] = {
@@ -162,7 +164,7 @@ def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
     if number == 0:
         contents |= {STATE: [snapshot.state.to_json().encode()], CONFIG: [snapshot.config.encode()]}
         contents |= {name: [content] for name, content in snapshot.files.items()}
-    files = {}
+    files: dict[str, dict[str, Any]] = {}
     for name in sorted(contents):
         with writing(folder / name):
             size, sha256 = write_hashed(folder / name, contents[name])
@@ -171,12 +173,11 @@ def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_manifest(files: Mapping[str, dict[str, Any]], folder: Path) -> None:
-    """Writes the manifest of a checkpoint, whose other files are on disk. Raises: UserError, as
-    `files.writing`."""
+    """Writes the manifest of a checkpoint, whose other files are on disk. Raises:
+    UserError, as `files.writing`."""
     manifest = {"format": FORMAT, "files": {name: files[name] for name in sorted(files)}}
-    write_atomically(
-        folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1)
-    )
+    sealed = {**manifest, "sha256": seal(manifest)}
+    write_atomically(folder / MANIFEST, json.dumps(sealed, indent=1))
 
 
 def seal(manifest: dict[str, Any]) -> str:
@@ -188,7 +189,9 @@ def seal(manifest: dict[str, Any]) -> str:
 def part_name(file: str, number: int, count: int) -> str:
     """Name of the file with a part's tensors, by that of a file with all."""
     stem, _, ending = file.partition(".")
-    return file if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}"
+    if count == 1:
+        return file
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}"
 
 
 def part_names(file: str, names: Collection[str]) -> list[str]:
@@ -196,21 +199,19 @@ def part_names(file: str, names: Collection[str]) -> list[str]:
     of one file."""
     stem, _, ending = file.partition(".")
     pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
-    found = sorted(filter(pattern.fullmatch, names))
-    return (
-        found
-        if found == [part_name(file, number, len(found)) for number in range(len(found))]
-        else []
-    )
+    parts = sorted(filter(pattern.fullmatch, names))
+    whole = [part_name(file, number, len(parts)) for number in range(len(parts))]
+    return parts if parts == whole else []
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """State of the plain optimizer by `<kind>.<parameter name>`; training changes it."""
-    return {
-        f"{kind}.{name}": value.detach()
-        for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        of_parameter: dict[str, Tensor] = optimizer.state.get(parameter, {})
+        for kind, value in of_parameter.items():
+            tensors[f"{kind}.{name}"] = value.detach()
+    return tensors
 
 
 def as_safetensors(
@@ -218,24 +219,44 @@ def as_safetensors(
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, equal to the library's. Copies one tensor at a time, from a
     device only."""
-    places = list(DTYPES)
+    dtypes = list(DTYPES)
     end = 0
-    names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
+    names = sorted(tensors, key=lambda name: (dtypes.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for name in names:
         tensor = tensors[name]
-        place = [end, end + tensor.nbytes]
+        begin = end
         end += tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": place,
+            "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
     yield len(text).to_bytes(8, "little") + text
     for name in names:
         yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class _Slice(Protocol):
+    """A tensor of a safetensors file, not yet read."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+class _OpenFile(Protocol):
+    """A safetensors file. The library has no types."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def _open(file: Path) -> AbstractContextManager[_OpenFile]:
+    return cast(AbstractContextManager[_OpenFile], safe_open(file, "pt"))
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -244,7 +265,8 @@ class Tensors(Mapping[str, Tensor]):
     Raises: OSError; SafetensorError for files that do not belong together.
 
     Attributes:
-        shapes, dtypes: of the whole tensors, by their names.
+        shapes: of the whole tensors, by their names.
+        dtypes: likewise.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -252,23 +274,23 @@ class Tensors(Mapping[str, Tensor]):
         self.dtypes: dict[str, torch.dtype] = {}
         # the files with a tensor, and how many rows each has
         self._rows: dict[str, list[tuple[Path, int]]] = {}
-        known = {name: dtype for dtype, name in DTYPES.items()}
         for file in files:
-            with safe_open(file, "pt") as opened:
+            with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no mapping
-                    found = opened.get_slice(name)
-                    before = self.shapes.get(name)
-                    shape = found.get_shape()
-                    dtype = known.get(found.get_dtype())
-                    fits = before is None or (
-                        shape and before[1:] == shape[1:] and dtype == self.dtypes[name]
-                    )
-                    if dtype is None or not fits:
-                        raise SafetensorError(f"{name} has a part of another kind in {file.name}")
-                    rows = shape[0] if shape else 1
-                    self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
-                    self.dtypes[name] = dtype
-                    self._rows.setdefault(name, []).append((file, rows))
+                    self._add(file, name, opened.get_slice(name))
+
+    def _add(self, file: Path, name: str, part: _Slice) -> None:
+        """Adds the rows that a file has of a tensor to those of the files before."""
+        before = self.shapes.get(name)
+        shape = part.get_shape()
+        dtype = DTYPES_BY_NAME.get(part.get_dtype())
+        fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
+        if dtype is None or not fits:
+            raise SafetensorError(f"{name} has a part of another kind in {file.name}")
+        rows = shape[0] if shape else 1
+        self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
+        self.dtypes[name] = dtype
+        self._rows.setdefault(name, []).append((file, rows))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -280,18 +302,18 @@ class Tensors(Mapping[str, Tensor]):
         files = self._rows[name]
         if len(files) > 1:
             return self.rows(name, 0, self.shapes[name][0])
-        with safe_open(files[0][0], "pt") as opened:
+        with _open(files[0][0]) as opened:
             return opened.get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor, of which it has at least one."""
-        parts = []
+        parts: list[Tensor] = []
         first = 0
         for file, rows in self._rows[name]:
             begin = max(start - first, 0)
             end = min(stop - first, rows)
             if begin < end:
-                with safe_open(file, "pt") as opened:
+                with _open(file) as opened:
                     parts.append(opened.get_slice(name)[begin:end])
             first += rows
         return parts[0] if len(parts) == 1 else torch.cat(parts)

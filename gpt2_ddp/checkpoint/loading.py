@@ -1,8 +1,6 @@
-"""From the files of a checkpoint into a run. Imported at a resume or a rollback, and by
-commands."""
+"""The tensors of a checkpoint, compared with a model and an optimizer, and loaded into them."""
 
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Callable, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -15,10 +13,17 @@ from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import state_names
 
+Fill = Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
+"""(targets, values) -> None: copies values of the same names into the targets of all ranks. It is
+collective, and reads the values on the ranks that have a part of their own. `fill` is for targets
+that each rank has whole."""
+Layout = tuple[list[int], torch.dtype]
+"""Shape and dtype of a tensor."""
+
 
 def saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded, or is
-    another."""
+    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded,
+    or is another."""
     data = checkpoint.state.record
     file = checkpoint.path / data["tokenizer"]
     tokenizer = load_tokenizer(str(file) if file.is_file() else data["tokenizer"])
@@ -48,70 +53,68 @@ def broadcast(targets: Mapping[str, Tensor]) -> None:
         dist.broadcast(target, src=0)
 
 
-def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Any = fill) -> None:
-    """Loads weights on all ranks, in place. Collective. Raises: UserError, as `fit_weights`.
-
-    Args:
-        fill: `fill(targets, values)` copies values of the same names into the targets of all ranks;
-            collective. It reads `values` on the ranks that have a part of their own.
-    """
+def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
+    """Loads weights on all ranks, in place. Collective. Raises: UserError, as `fit_weights`."""
     on_main(lambda: check_weights(weights, model, "of this run"))
     fill(model.state_dict(), weights)
 
 
 @torch.no_grad()
 def fit_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes
-    differ."""
+    """Copies the weights of `source` into the plain module. Raises: UserError if names
+    or shapes differ."""
     check_weights(weights, model, source)
     for name, target in model.state_dict().items():
         target.copy_(weights[name])
 
 
 def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Raises: UserError if names, shapes or dtypes of the weights of `source` are not the
-    module's."""
+    """Raises: UserError if names, shapes or dtypes of the weights of `source` are
+    not the module's."""
     if reason := weights_defect(weights, model):
         raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
 
 
 def weights_defect(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     """The first tensor whose shape or dtype is not that of the plain module; empty if all fit."""
-    found = layout_of(weights)
-    own = layout_of(model.state_dict())
-    for name in sorted({*found, *own}):
-        if found.get(name) != own.get(name):
-            return f"{name} has shape {described(found.get(name))}, in the model {described(own.get(name))}"
+    saved = layout_of(weights)
+    right = layout_of(model.state_dict())
+    for name in sorted({*saved, *right}):
+        saved_layout = saved.get(name)
+        right_layout = right.get(name)
+        if saved_layout != right_layout:
+            shapes = f"{_as_text(saved_layout)}, in the model {_as_text(right_layout)}"
+            return f"{name} has shape {shapes}"
     return ""
-
-
-Layout = tuple[list[int], torch.dtype]
-"""Shape and dtype of a tensor."""
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
     """Shapes and dtypes of tensors by their names."""
     if isinstance(tensors, Tensors):
         return {name: (shape, tensors.dtypes[name]) for name, shape in tensors.shapes.items()}
-    return {name: ([*one.shape], one.dtype) for name, one in tensors.items()}
+    return {name: ([*tensor.shape], tensor.dtype) for name, tensor in tensors.items()}
 
 
-def described(layout: Layout | None) -> str:
+def _as_text(layout: Layout | None) -> str:
     """A layout as text, without the usual dtype."""
     if layout is None:
         return "None"
     shape, dtype = layout
-    return (
-        f"{shape}" if dtype == torch.float32 else f"{shape} of {str(dtype).removeprefix('torch.')}"
-    )
+    if dtype == torch.float32:
+        return f"{shape}"
+    return f"{shape} of {_name_of(dtype)}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def load_optimizer_state(
-    state: Any, model: nn.Module, optimizer: Optimizer, fill: Any = fill
+    state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill
 ) -> None:
     """Loads optimizer state, `Tensors` or none, on all ranks; the main process decides what there
-    is. Collective; reuses the tensors that are there. `fill`: as of `load_model_state`. Raises:
-    UserError for state that the optimizer cannot have written."""
+    is. Collective; reuses the tensors that are there. Raises: UserError for state that the
+    optimizer cannot have written."""
     parameters = dict(model.named_parameters())
 
     def check() -> list[tuple[str, list[int], torch.dtype]]:
@@ -120,11 +123,8 @@ def load_optimizer_state(
         state_of = state_names(optimizer)
         names = {name: state_of[p] for name, p in parameters.items() if p in state_of}
         if defect := optimizer_defect(layouts, shapes, names):
-            raise UserError(
-                "checkpoint",
-                OPTIMIZER,
-                f"{defect}; restore the file, or resume from another checkpoint",
-            )
+            hint = "restore the file, or resume from another checkpoint"
+            raise UserError("checkpoint", OPTIMIZER, f"{defect}; {hint}")
         return [(key, shape, dtype) for key, (shape, dtype) in layouts.items()]
 
     layout = on_main(check)
@@ -135,9 +135,9 @@ def load_optimizer_state(
         parameter = parameters[name]
         value = before[parameter].get(kind)
         if value is None:
-            value = torch.empty_like(
-                parameter if shape else torch.empty((), device=parameter.device), dtype=dtype
-            )
+            # like the parameter, of which this rank may have a part; numbers are whole
+            like = parameter if shape else torch.empty((), device=parameter.device)
+            value = torch.empty_like(like, dtype=dtype)
         optimizer.state[parameter][kind] = loaded[key] = value.detach()
     fill(loaded, state)
 
@@ -148,23 +148,25 @@ def optimizer_defect(
     """Why tensors are no state that an optimizer wrote; empty if they are.
 
     Args:
-        layouts: of the tensors `<kind>.<parameter name>`. shapes: of the parameters.
+        layouts: of the tensors `<kind>.<parameter name>`.
+        shapes: of the parameters.
         names: the kinds that each parameter with state has, as far as they are known.
     """
-    found: dict[str, set[str]] = {}
+    saved: dict[str, set[str]] = {}
     for key, (shape, dtype) in layouts.items():
         kind, _, name = key.partition(".")
-        own = shapes.get(name)
-        if (
-            own is None
-            or shape not in ([], own)
-            or (name in names and shape != ([] if kind == "step" else own))
-        ):
-            return f"{key} has shape {shape}, its parameter {own}"
+        of_parameter = shapes.get(name)
+        # `step` is a number; of an optimizer of somebody's own, any state may be one
+        allowed = [[], of_parameter]
+        if name in names:
+            allowed = [[] if kind == "step" else of_parameter]
+        if of_parameter is None or shape not in allowed:
+            return f"{key} has shape {shape}, its parameter {of_parameter}"
         if name in names and dtype != torch.float32:
-            return f"{key} has the type {str(dtype).removeprefix('torch.')} instead of float32"
-        found.setdefault(name, set()).add(kind)
-    for name in found.keys() & names.keys():
-        for kind in sorted(found[name] ^ names[name]):
-            return f"{kind}.{name} is {'missing' if kind in names[name] else 'unknown to the optimizer'}"
+            return f"{key} has the type {_name_of(dtype)} instead of float32"
+        saved.setdefault(name, set()).add(kind)
+    for name in saved.keys() & names.keys():
+        for kind in sorted(saved[name] ^ names[name]):
+            problem = "missing" if kind in names[name] else "unknown to the optimizer"
+            return f"{kind}.{name} is {problem}"
     return ""

@@ -1,5 +1,11 @@
-"""What is intact: checkpoints, by their manifests and the rows of their run, and lines of a damaged
-file of rows. A new run has none."""
+"""Which checkpoints are intact, by their manifests and by the rows of their run.
+
+find_checkpoint     of a command: the path of a checkpoint, or of a run folder
+newest_intact       of a run folder: the newest that passes, the others set aside
+verify_recorded     = verify + record_defect
+verify              every file has the size and the hash of the manifest
+record_defect       the rows of the run record this checkpoint, or a kill came before its row
+"""
 
 import errno
 import hashlib
@@ -11,9 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from gpt2_ddp.checkpoint.format import (
     CONFIG,
@@ -50,8 +57,10 @@ from gpt2_ddp.records.rows import METRICS, is_rollback, read_events
 from gpt2_ddp.state import KINDS, State
 
 LARGEST = {STATE: 2**26, CONFIG: 2**16}
-"""Most bytes of the files of fields. The parser of YAML takes about 10 s per megabyte
-(estimate)."""
+"""Most bytes of the files of fields. The parser of YAML takes about 10 s
+per megabyte (estimate)."""
+LARGEST_MANIFEST = 2**20
+"""Most bytes of a manifest."""
 TENSORS = ".safetensors"  # end of the large files' names
 # seconds after which a file is read again that the disk or the network failed to read
 PAUSES = (0.1, 1.0, 3.0)
@@ -85,30 +94,31 @@ def newest_intact(
     hashes the large files too, and prints a warning for each other one; renames it to `*.corrupt`
     or `*.rejected` if `put_aside`.
     Raises: UserError."""
-    for place in reversed(list_checkpoints(folder)):
+    for path in reversed(list_checkpoints(folder)):
         try:
-            if step_of(place) <= until:
-                return verify_recorded(place, weights)
+            if step_of(path) <= until:
+                return verify_recorded(path, weights)
         except CorruptCheckpoint as damage:
-            if not place.is_dir():  # its running trainer has written a newer one and deleted this
+            if not path.is_dir():  # its running trainer has written a newer one and deleted this
                 return newest_intact(folder, weights, put_aside, until)
             moved = ""
             if put_aside:
-                with writing(place):
-                    aside = free_name(place.with_name(f"{place.name}.{damage.suffix}"))
-                    moved = f"moved to {place.rename(aside).name}, "
+                with writing(path):
+                    aside = free_name(path.with_name(f"{path.name}.{damage.suffix}"))
+                    moved = f"moved to {path.rename(aside).name}, "
             if weights:
                 print(f"warning: {damage}; {moved}trying the previous one", file=sys.stderr)
     return None
 
 
-def verify_recorded(place: Path, weights: bool = True) -> Checkpoint:
+def verify_recorded(path: Path, weights: bool = True) -> Checkpoint:
     """As `verify`; and compares the checkpoint with the rows of its run, if it is in a run folder.
     Raises: as `verify`; RejectedCheckpoint."""
-    checkpoint = verify(place, weights)
-    events = read_events(place.absolute().parent.parent / METRICS, checkpoint.state.log.chain)
-    if defect := record_defect(checkpoint, *events):
-        raise RejectedCheckpoint(place, defect)
+    checkpoint = verify(path, weights)
+    rows = path.absolute().parent.parent / METRICS
+    events, before = read_events(rows, checkpoint.state.log.chain)
+    if defect := record_defect(checkpoint, events, before):
+        raise RejectedCheckpoint(path, defect)
     return checkpoint
 
 
@@ -121,12 +131,17 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
     if step != checkpoint.step:
         return f"holds the state of step {checkpoint.step}"
-    start = next((row for row in events if row["event"] == "start"), {})
-    if (run_id := checkpoint.state.progress.run_id) != (right := start.get("run_id", run_id)):
-        return f"is of the run {run_id}, its folder has the run {right}"
-    recorded = [found for row in later if (found := recorded_checkpoint(row)) and found[0] == step]
+    starts = [row for row in events if row["event"] == "start"]
+    start = starts[0] if starts else dict[str, Any]()
+    run_id = checkpoint.state.progress.run_id
+    recorded_id = start.get("run_id", run_id)
+    if run_id != recorded_id:
+        return f"is of the run {run_id}, its folder has the run {recorded_id}"
+    recorded = [
+        saved for row in later if (saved := recorded_checkpoint(row)) and saved.step == step
+    ]
     if recorded:
-        is_same = recorded[-1][1] == sha256_file(folder / MANIFEST)
+        is_same = recorded[-1].sha256 == sha256_file(folder / MANIFEST)
         return "" if is_same else f"its manifest's SHA-256 differs from {METRICS}'s"
     if _is_too_late(step, events[:before]):
         return f"holds the chain of a row in {METRICS} after which the run did not save it"
@@ -144,33 +159,43 @@ def _is_too_late(step: int, before: Sequence[dict[str, Any]]) -> bool:
     step or a later one and neither started nor rolled back since. Otherwise a forged checkpoint
     could name a row after its own record."""
     for row in reversed(before):
-        found = recorded_checkpoint(row) if row["event"] == "checkpoint" else None
-        if row["event"] == "end" or (found and found[0] >= step):
+        saved = recorded_checkpoint(row) if row["event"] == "checkpoint" else None
+        if row["event"] == "end" or (saved and saved.step >= step):
             return True
         if row["event"] == "start" or is_rollback(row):
             return False
     return False
 
 
-def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
-    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start,
-    the newest."""
+class Recorded(NamedTuple):
+    """A checkpoint as an event records it. The file may have any value as the hash."""
+
+    step: int
+    sha256: object
+
+
+def recorded_checkpoint(row: dict[str, Any]) -> Recorded | None:
+    """The checkpoint that an event records: the one just saved or, at a start, the newest."""
     match row if row["event"] == "checkpoint" else row.get("checkpoint"):
         case {"step": int(step), "sha256": sha256}:
-            return step, sha256
-    return None
+            return Recorded(step, sha256)
+        case _:
+            return None
 
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the
     large files. Raises: CorruptCheckpoint for a damaged file; UserError for another format, and for
     a file that the disk fails to read."""
-    files = _parse_manifest(checkpoint, _read(checkpoint / MANIFEST, read_small, 2**20))
+    manifest = _read(checkpoint / MANIFEST, lambda file: read_small(file, LARGEST_MANIFEST))
+    files = _parse_manifest(checkpoint, manifest)
 
     def check(name: str) -> bytes:
         size, sha256 = files[name]
         is_hashed = weights or not name.endswith(TENSORS)
-        return _read(checkpoint / name, _check_file, size, sha256 if is_hashed else "")
+        return _read(
+            checkpoint / name, lambda file: _check_file(file, size, sha256 if is_hashed else "")
+        )
 
     with ThreadPoolExecutor(usable_cores()) as pool:  # hashing and reading release Python's lock
         content = dict(zip(files, pool.map(check, files), strict=True))
@@ -181,28 +206,29 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         except ValueError as error:
             raise CorruptCheckpoint(checkpoint / name, " ".join(str(error).split())) from error
 
-    found = Checkpoint(checkpoint, parsed(STATE, parse_state), parsed(CONFIG, _parse_config), files)
-    for name in (MODEL, OPTIMIZER) if weights else ():
-        _check_header(found, name)
-    return found
+    state = parsed(STATE, parse_state)
+    config = parsed(CONFIG, _parse_config)
+    verified = Checkpoint(checkpoint, state, config, files)
+    if weights:
+        for name in (MODEL, OPTIMIZER):
+            _check_header(verified, name)
+    return verified
 
 
 def _check_header(checkpoint: Checkpoint, name: str) -> None:
     """Reads the headers of the file `MODEL` or `OPTIMIZER`, or of its parts. Raises:
     CorruptCheckpoint for a file that is no safetensors file: its hash may fit, as anybody can
     compute hashes."""
-    from safetensors import SafetensorError
-
     try:
         checkpoint.tensors(name)
+        return
     except SafetensorError as error:
-        raise CorruptCheckpoint(
-            checkpoint.path / name, f"is no safetensors file ({one_line(error)})"
-        ) from error
+        problem = f"is no safetensors file ({one_line(error)})"
+        cause = error
     except OSError as error:
-        raise CorruptCheckpoint(
-            checkpoint.path / name, f"cannot be read ({error.strerror or error})"
-        ) from error
+        problem = f"cannot be read ({error.strerror or error})"
+        cause = error
+    raise CorruptCheckpoint(checkpoint.path / name, problem) from cause
 
 
 def one_line(error: Exception) -> str:
@@ -217,9 +243,8 @@ def parse_state(text: str | bytes) -> State:
         return KINDS.get(kind, State).model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"{'.'.join(map(str, first['loc'])) or 'the state'}: {first['msg']}"
-        ) from error
+        field = ".".join(map(str, first["loc"])) or "the state"
+        raise ValueError(f"{field}: {first['msg']}") from error
 
 
 def _parse_config(text: bytes) -> dict[str, Any]:
@@ -227,45 +252,44 @@ def _parse_config(text: bytes) -> dict[str, Any]:
     config = parse_yaml(text.decode())
     if not isinstance(config, dict):
         raise ValueError("is no configuration")
-    return config
+    return cast(dict[str, Any], config)
 
 
-def _read(file: Path, read: Callable[..., T], *more: Any) -> T:
-    """`read(file, *more)`. Raises: CorruptCheckpoint for no file; UserError for an error of the
+def _read(file: Path, read: Callable[[Path], T]) -> T:
+    """`read(file)`. Raises: CorruptCheckpoint for no file; UserError for an error of the
     disk that persists."""
     reason = ""
     for pause in (*PAUSES, 0):
         try:
-            return read(file, *more)
+            return read(file)
         except OSError as error:
-            reason = (
-                "is missing"
-                if error.errno == errno.ENOENT
-                else f"cannot be read ({error.strerror})"
-            )
+            reason = f"cannot be read ({error.strerror})"
+            if error.errno == errno.ENOENT:
+                reason = "is missing"
             if error.errno in NO_FILE:
                 raise CorruptCheckpoint(file, reason) from error
+            # a network disk may answer again; a checkpoint set aside for its silence would be lost
             time.sleep(pause)
-    raise UserError(
-        "checkpoint", file, f"{reason}; check that disk, then run the same command again"
-    )
+    hint = "check that disk, then run the same command again"
+    raise UserError("checkpoint", file, f"{reason}; {hint}")
 
 
 def _check_file(file: Path, size: int, sha256: str) -> bytes:
-    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of
-    fields."""
-    if (there := regular(file).stat().st_size) != size:
+    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a
+    file of fields."""
+    found_size = regular(file).stat().st_size
+    if found_size != size:
         if is_lfs_pointer(file):  # it is not damaged, and stays in its place
             raise UserError("checkpoint", file, LFS_HINT)
-        raise CorruptCheckpoint(file, f"has {there} bytes instead of {size}")
+        raise CorruptCheckpoint(file, f"has {found_size} bytes instead of {size}")
     if not sha256:
         return b""
     if size > (most := LARGEST.get(file.name, size)):
         raise CorruptCheckpoint(file, f"has {size:,} bytes, more than {most:,}")
     with file.open("rb") as stream:
         content = stream.read() if file.name in (STATE, CONFIG) else b""
-        found = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")
-    if found.hexdigest() != sha256:
+        digest = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")
+    if digest.hexdigest() != sha256:
         raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
     return content
 
@@ -285,8 +309,8 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     if not sealed:
         raise CorruptCheckpoint(file, "its own SHA-256 differs")
     if format != FORMAT:
-        hint = f"has format {format}, this release reads format {FORMAT}; use the release that wrote it"
-        raise UserError("checkpoint", checkpoint, hint)
+        formats = f"has format {format}, this release reads format {FORMAT}"
+        raise UserError("checkpoint", checkpoint, f"{formats}; use the release that wrote it")
     for name in (CONFIG, MODEL, OPTIMIZER, STATE):
         if not part_names(name, files):
             raise CorruptCheckpoint(file, f"does not list {name}")
@@ -294,9 +318,8 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
         try:
             check_file_name(name)
         except ValueError as error:
-            raise CorruptCheckpoint(
-                file, f"lists {truncate(name, 40)}, outside of the folder"
-            ) from error
+            problem = f"lists {truncate(name, 40)}, outside of the folder"
+            raise CorruptCheckpoint(file, problem) from error
     return files
 
 
@@ -308,26 +331,26 @@ def find_checkpoint(
     `field`, which names this path."""
     if FOLDER.fullmatch(path.name) or os.path.isfile(path / STATE):
         try:
-            found = verify_recorded(path, weights)
+            checkpoint = verify_recorded(path, weights)
         except CorruptCheckpoint as damage:
-            missing = no_such_folder(path)
-            place, problem = (path, missing) if missing else (damage.file, damage.reason)
-            raise UserError(field, place, f"{problem}; name another checkpoint") from damage
+            file = damage.file
+            problem = damage.reason
+            if missing := no_such_folder(path):
+                file = path
+                problem = missing
+            raise UserError(field, file, f"{problem}; name another checkpoint") from damage
+    elif os.path.isdir(path / "checkpoints"):
+        checkpoint = newest_intact(path / "checkpoints", weights)
     else:
-        found = (
-            newest_intact(path / "checkpoints", weights)
-            if os.path.isdir(path / "checkpoints")
-            else None
-        )
-    if not found:
+        checkpoint = None
+    if not checkpoint:
         problem = no_such_folder(path) or "holds no intact checkpoint"
-        raise UserError(
-            field, path, f"{problem}; name a run folder or a step-XXXXXXXX folder in it"
-        )
-    if kind and found.kind != kind:
-        hint = f"is of a {found.kind} run; name one of a {kind} run, or score it with `{command_for('evaluate')}`"
-        raise UserError(field, path, hint)
-    return found
+        hint = "name a run folder or a step-XXXXXXXX folder in it"
+        raise UserError(field, path, f"{problem}; {hint}")
+    if kind and checkpoint.kind != kind:
+        hint = f"name one of a {kind} run, or score it with `{command_for('evaluate')}`"
+        raise UserError(field, path, f"is of a {checkpoint.kind} run; {hint}")
+    return checkpoint
 
 
 def recover(folder: Path) -> None:
@@ -336,9 +359,9 @@ def recover(folder: Path) -> None:
     Raises: UserError, as `files.writing`."""
     with writing(folder):
         for replaced in folder.glob(".step-*.replaced"):
-            place = replaced.with_name(replaced.name[1 : -len(".replaced")])
-            if not place.exists():
-                replaced.rename(place)
+            path = replaced.with_name(replaced.name[1 : -len(".replaced")])
+            if not path.exists():
+                replaced.rename(path)
                 fsync_path(folder)
         for leftover in folder.glob(".step-*"):
             shutil.rmtree(leftover)

@@ -19,12 +19,18 @@ def describe(row: dict[str, Any]) -> list[str]:
     unit, rate = speed_of(row)
     texts = {name: field.text for name, field in FIELDS.items()}
     for name in row:
-        if is_own(name) and "/" not in name and not name.endswith("_acc_norm") and name != unit:
-            texts[name] = f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}"
+        if not is_own(name) or "/" in name or name == unit:
+            continue
+        if name.endswith("_acc"):
+            texts[name] = f"{name} {{:.1%}}"
+        elif not name.endswith("_acc_norm"):
+            texts[name] = f"{name} {{:.4g}}"
     parts = [
         text.format(row[name]) for name, text in texts.items() if text and row.get(name) is not None
     ]
-    return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
+    if unit:
+        parts.append(f"{rate:,.0f} {unit}/s")
+    return parts
 
 
 T = TypeVar("T")
@@ -32,13 +38,15 @@ OnRow = Callable[[dict[str, Any]], object]
 
 
 class Sample(NamedTuple):
+    """A generated text."""
+
     prompt: str
     text: str  # generated, prompt included
 
 
 class Metrics:
-    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints
-    them."""
+    """Rows of a run: the main process writes them to metrics.jsonl and the trackers,
+    and prints them."""
 
     def __init__(self, log: RunLog, on_row: OnRow | None = None):
         self._log = log
@@ -58,9 +66,11 @@ class Metrics:
         self._log.append(row)
         if self.trackers:
             self.trackers.log({**row, "chain": self._log.chain})
+        parts = [f"step {row['step']:>6}/{steps or '?'}", *describe(row)]
         left = time_left(row, steps) if steps else None
-        rest = [f"{tqdm.format_interval(left)} left"] if left else []
-        self.print("  ".join([f"step {row['step']:>6}/{steps or '?'}", *describe(row), *rest]))
+        if left:
+            parts.append(f"{tqdm.format_interval(left)} left")
+        self.print("  ".join(parts))
         if self._on_row:
             self._on_row(row)
 
@@ -80,17 +90,16 @@ class Metrics:
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
-        """The result of an optional action. After an exception: None, with one warning for each
-        `what`."""
+        """The result of an optional action. After an exception: None, with one warning
+        for each `what`."""
         try:
             return action()
         except Exception as error:  # of any library: the run matters more than a curve or sample
             if what not in self._failed:
                 self._failed.add(what)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                self.print(
-                    f"warning: the {what} failed ({reason}); the training continues without it"
-                )
+                effect = "the training continues without it"
+                self.print(f"warning: the {what} failed ({reason}); {effect}")
             return None
 
     def close(self) -> None:

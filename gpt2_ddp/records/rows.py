@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -25,15 +26,15 @@ from gpt2_ddp.files import (
     regular,
     writing,
 )
-from gpt2_ddp.state import FIRST_CHAIN, next_chain
+from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, JobData, Parent, Setup, next_chain
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 CONFIG = "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
 LONGEST_LINE = 2**26
-"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file looks like
-zeros."""
+"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file
+looks like zeros."""
 PATIENCE = 20
 """Most seconds in which the end of a stopped run is copied to its mirror."""
 Outcome = Literal["completed", "stopped", "diverged"]
@@ -46,41 +47,86 @@ class Field(NamedTuple):
 
     text: str = ""  # in the terminal
     panel: str = ""  # title in a report
-    kind: Literal["", "measured", "counted", "own"] = ""
-    """Measured: differs when trained again, and null if unknown. Counted: a share of samples.
-    Others than `own`: null if not finite, and equal when trained again, floats up to the order of
-    sums."""
+    kind: Literal["repeated", "measured", "counted", "event", "own"] = "repeated"
+    """What readers expect of the value:
+
+    - repeated: equal when trained again, floats up to the order of sums; null if not finite.
+    - measured: differs when trained again; null if unknown.
+    - counted: a share of samples, which another order of sums may change.
+    - event: a field of events; null if it does not apply.
+    - own: a task's own number, of which nothing is expected.
+    """
     unit: str = ""  # in a report
     scale: float = 1.0  # what a report divides by, to have that unit
 
 
 FIELDS = {
-    "loss_mean": Field("loss_mean {:.4f}"),
-    "val_loss": Field("val_loss {:.4f}"),
-    "val_bits_per_byte": Field("bits/byte {:.4f}"),
-    "val_accuracy": Field("val_accuracy {:.2%}", "", "counted"),
-    "lr": Field("lr {:.3g}", "Learning rate"),
-    "grad_norm": Field("norm {:.3g}", "Gradient norm (before clipping, log scale)"),
-    "tokens_per_second": Field("", "Throughput ({unit} per second)", "measured"),
-    "mfu": Field("mfu {:.1%}", "", "measured"),
-    "memory": Field("", "Memory of the main process (GB)", "measured", "GB", 1e9),
-    "data_share": Field("", "Waiting for data (share of the time)", "measured"),
-    "val_top5": Field("", "", "counted"),
-    "chain": Field("", "", "measured"),
+    # of every row
+    "event": Field(kind="event"),
+    "chain": Field(kind="measured"),
+    # of steps, in the order in which the terminal shows them
+    "step": Field(),
+    "epoch": Field(),
+    "epoch/NAME": Field(),
+    "tokens": Field(),
+    "tokens/NAME": Field(),
+    "samples": Field(),
+    "loss": Field(),
+    "loss_mean": Field(text="loss_mean {:.4f}"),
+    "not_finite": Field(),
+    "train_loss": Field(),
+    "val_loss": Field(text="val_loss {:.4f}"),
+    "val_loss/NAME": Field(),
+    "val_bits_per_byte": Field(text="bits/byte {:.4f}"),
+    "val_bits_per_byte/NAME": Field(),
+    "val_tokens": Field(),
+    "val_samples": Field(),
+    "val_accuracy": Field(text="val_accuracy {:.2%}", kind="counted"),
+    "val_top5": Field(kind="counted"),
+    "lr": Field(text="lr {:.3g}", panel="Learning rate"),
+    "grad_norm": Field(text="norm {:.3g}", panel="Gradient norm (before clipping, log scale)"),
+    "skipped": Field(),
+    "tokens_per_second": Field(panel="Throughput ({unit} per second)", kind="measured"),
+    "mfu": Field(text="mfu {:.1%}", kind="measured"),
+    "memory": Field(panel="Memory of the main process (GB)", kind="measured", unit="GB", scale=1e9),
+    "data_share": Field(panel="Waiting for data (share of the time)", kind="measured"),
+    "order_digest": Field(),
 }
-"""By name. Any task's speed is declared as `tokens_per_second`."""
-PLAIN = re.compile(
-    r"steps?|samples|(train_)?loss|not_finite|order_digest|val_(tokens|samples)|(tokens|epoch|val_loss|val_bits_per_byte)"
-    r"(/.*)?|event|from|skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|rejected|tasks|data_manifest|"
-    r"mixture|checkpoint|.*_sha256"
-)
-"""Fields of rows and events without a text, a panel or a kind."""
+"""Every field that the core writes to rows, by name; those of EVENTS are added below. NAME is a
+source of a mixture, and any task's speed is declared as `tokens_per_second`. A name that is missing
+here is a task's own number, and no replay compares it. So a test trains runs and looks up the names
+in their rows."""
+EVENTS = {
+    "start": (
+        *("kind", "run_id"),
+        *Setup.model_fields,
+        *GPTData.model_fields,
+        *JobData.model_fields,
+        *("steps", "config", "command", "commit", "hardware", "checkpoint", "kept", "rejected"),
+    ),
+    "checkpoint": ("sha256", "kept"),
+    "length": ("steps", "minutes", "step_seconds", "evaluation_seconds", "save_seconds", "config"),
+    "rollback": ("from", "skipped_range", "order_digest"),
+    "sample": ("prompt", "text"),
+    "branch": (*Parent.model_fields, *FeedState.model_fields),
+    "end": ("outcome", "kept"),
+}
+"""The fields of each event, besides `event`, `step` and `chain`."""
+for _names in EVENTS.values():
+    for _name in _names:
+        FIELDS.setdefault(_name, Field(kind="event"))
+OWN = Field(kind="own")
 
 
+@cache
 def field_of(name: str) -> Field:
     """The declaration of a field. Any name that is not declared is a task's own number."""
-    name = "tokens_per_second" if name.endswith("_per_second") else name
-    return FIELDS.get(name) or Field(kind="" if PLAIN.fullmatch(name) else "own")
+    source = name.partition("/")[0]
+    if name.endswith("_per_second"):
+        return FIELDS["tokens_per_second"]
+    if source != name:
+        return FIELDS.get(f"{source}/NAME", OWN)
+    return FIELDS.get(name, OWN)
 
 
 def is_locked(folder: Path) -> bool:
@@ -103,8 +149,10 @@ def is_complete(run: Path) -> bool:
 
 def split_chain(line: str) -> tuple[str, str | None]:
     """The row's JSON text without its chain, and the chain; None if it has none."""
-    found = re.fullmatch(r'(.*), "chain": "([0-9a-f]{64})"}', line)
-    return (found[1] + "}", found[2]) if found else (line, None)
+    chained = re.fullmatch(r'(.*), "chain": "([0-9a-f]{64})"}', line)
+    if not chained:
+        return line, None
+    return chained[1] + "}", chained[2]
 
 
 def is_own(name: str) -> bool:
@@ -113,8 +161,8 @@ def is_own(name: str) -> bool:
 
 
 def is_event(row: dict[str, Any]) -> bool:
-    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead of a
-    step."""
+    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead
+    of a step."""
     return "event" in row
 
 
@@ -125,26 +173,32 @@ def is_rollback(row: dict[str, Any]) -> bool:
 
 def valid_rows(rows: Iterable[dict[str, Any]], event: str | None = None) -> list[dict[str, Any]]:
     """The rows of steps, or of this event, that no rollback undid."""
-    found: list[dict[str, Any]] = []
+    valid: list[dict[str, Any]] = []
     for row in rows:
         if is_rollback(row):
-            while found and found[-1]["step"] > row["step"]:
-                found.pop()
+            while valid and valid[-1]["step"] > row["step"]:
+                valid.pop()
         elif row.get("event") == event:
-            found.append(row)
-    return found
+            valid.append(row)
+    return valid
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
     """The row with None for numbers that are not finite, which JSON lacks."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def time_left(row: dict[str, Any], steps: int) -> float | None:
     """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the
     row has no speed."""
     unit, rate = speed_of(row)
-    return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
+    if not rate:
+        return None
+    units_left = (steps - row["step"]) * row[unit] / row["step"]
+    return units_left / rate
 
 
 def speed_of(row: dict[str, Any]) -> tuple[str, float]:
@@ -188,14 +242,14 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
 
 
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
-    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has
-    it."""
-    events = []
+    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no
+    row has it."""
+    events: list[dict[str, Any]] = []
     before = 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
-        for line in parse_lines(
-            line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line
-        ):
+        # a long run has a million rows of steps: only these are parsed
+        lines = (line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line)
+        for line in parse_lines(lines):
             if is_event(line.row) and type(line.row.get("step")) is int:
                 events.append(line.row)
             if line.row.get("chain") == chain:
@@ -217,9 +271,9 @@ def chain_of(file: Path, size: int) -> str:
     whole rows with right chains."""
     chain = FIRST_CHAIN
     for line in head(file, size):
-        text, own = split_chain(line.decode(errors="replace").removesuffix("\n"))
+        text, written = split_chain(line.decode(errors="replace").removesuffix("\n"))
         chain = next_chain(chain, text)
-        if own != chain or not line.endswith(b"\n"):
+        if written != chain or not line.endswith(b"\n"):
             return ""
     return chain
 
@@ -227,17 +281,16 @@ def chain_of(file: Path, size: int) -> str:
 def repaired(file: Path, step: int) -> Iterator[bytes]:
     """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies
     the file aside, with a warning. Raises: UserError."""
-    message = f"is missing; the rows up to step {step} are lost"
+    problem = "is missing"
+    effect = f"the rows up to step {step} are lost"
     if file.is_file():
         aside = free_name(file.with_name(f"{file.name}.damaged"))
         with writing(file):
             shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
             fsync_path(aside)
-        message = (
-            f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
-        )
-        message += f"; a copy is in {aside.name}"
-    print(f"warning: {file}: {message}", file=sys.stderr)
+        problem = "a row before the checkpoint is missing or changed"
+        effect = f"rows up to step {step} are kept; a copy is in {aside.name}"
+    print(f"warning: {file}: {problem}; {effect}", file=sys.stderr)
     for line in read_lines(file):
         if type(line.row.get("step")) is int and line.row["step"] <= step:
             with suppress(ValueError):  # numbers that JSON lacks

@@ -1,5 +1,16 @@
 """A run's folder: made, locked by one trainer at a time, unlocked by its main process; and its
-records: rows of metrics.jsonl, status and configuration."""
+records: rows of metrics.jsonl, status and configuration.
+
+    RunFolder.open       locks RUN/.lock
+    RunLog.resume        cuts the rows back to the checkpoint, and appends `start`
+    RunLog.append        one row at a time, each with the chain of all before it
+    RunLog.sync          before a checkpoint gets its name: it has the chain of the last row
+    RunLog.write_status  running, ... completed; `write_heartbeat` in between, by the watchdog
+    RunFolder.release    unlocks
+
+Before each change, the lock and the size of the rows are checked. Another trainer may have the
+folder by then, or a person may have moved it.
+"""
 
 import errno
 import fcntl
@@ -11,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
@@ -66,29 +77,31 @@ class RunFolder:
                 # a lock of the process: the kernel releases it however the process ends, and forks
                 # do not inherit it
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_locked(self.path) if self._lock is None else not self.has_lock():
-                raise BlockingIOError  # its owner just removed the folder
+                if not self.has_lock():
+                    raise BlockingIOError  # its owner just removed the folder
+            elif is_locked(self.path):
+                raise BlockingIOError
         except BlockingIOError as error:
             hint = "another trainer is running in this folder; stop it or choose another run_name"
             raise UserError("run_name", self.path.name, hint) from error
         except OSError as error:
             hint = f"cannot be written ({error.strerror}); choose another output_dir"
             raise UserError("output_dir", self.path, hint) from error
-        kept = any(self.checkpoints.glob("*step-*"))  # hidden ones, too
-        if not kept and any(
-            event["event"] == "checkpoint" for event in read_events(self.path / METRICS)[0]
-        ):
-            lost = (
-                f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
-            )
-            hint = f"{lost}; restore them, choose another run_name, or remove the folder"
-            raise UserError("run_name", self.path.name, hint)
+        if any(self.checkpoints.glob("*step-*")):  # hidden ones, too
+            return
+        events, _ = read_events(self.path / METRICS)
+        if any(event["event"] == "checkpoint" for event in events):
+            lost = f"{self.path} has lost its checkpoints"
+            effect = f"a new start would erase its {METRICS}"
+            hint = "restore them, choose another run_name, or remove the folder"
+            raise UserError("run_name", self.path.name, f"{lost}, and {effect}; {hint}")
 
     def has_lock(self) -> bool:
         """Whether this process has the lock of the folder at the path. Somebody may have replaced
         the folder; a network disk may have given the lock to another machine. True without a lock,
         as on other ranks. For any thread."""
-        if (lock := self._lock) is not None and not self._is_lost:
+        lock = self._lock
+        if lock is not None and not self._is_lost:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._is_lost = not os.path.samestat(os.fstat(lock), os.lstat(self.path / ".lock"))
@@ -100,20 +113,22 @@ class RunFolder:
         """Raises: UserError if this process has lost the folder or its lock. Called before changes
         of files."""
         if not self.has_lock():
-            hint = "was removed, renamed or replaced, or another trainer has it; this run writes nothing more there"
-            raise UserError("run folder", self.path, f"the folder or its .lock {hint}")
+            lost = "was removed, renamed or replaced, or another trainer has it"
+            problem = f"the folder or its .lock {lost}; this run writes nothing more there"
+            raise UserError("run folder", self.path, problem)
 
     def check_is_shared(self, is_needed: bool = True) -> None:
         """Compares this machine's folder with rank 0's, if the rank needs the same one: an elastic
         launcher may move rank 0, and ranks that share a model write parts. Collective. Raises:
         UserError, on every rank."""
         lock = self.path / ".lock"
-        there = on_main(lambda: lock.stat().st_ino)
+        inode_of_main = on_main(lambda: lock.stat().st_ino)
 
         def compare() -> None:
-            if is_needed and (not lock.exists() or lock.stat().st_ino != there):
-                hint = f"is another folder on {socket.gethostname()} than on rank 0's machine; use a shared disk"
-                raise UserError("output_dir", self.path.parent, hint)
+            if is_needed and (not lock.exists() or lock.stat().st_ino != inode_of_main):
+                host = socket.gethostname()
+                problem = f"is another folder on {host} than on rank 0's machine"
+                raise UserError("output_dir", self.path.parent, f"{problem}; use a shared disk")
 
         on_every_rank(compare)
 
@@ -132,15 +147,25 @@ class RunFolder:
 
 
 class RunLog:
-    """The records of a run, on every rank; the main process writes them. `more`: keys for
-    status.json while it runs.
-    `chain`: of the last row."""
+    """The records of a run, on every rank; the main process writes them.
 
-    def __init__(self, folder: RunFolder, more: Callable[[], Row] = dict):
-        self.path, self.is_main, self._folder = folder.path, is_main_process(), folder
-        self._more = more
-        self.is_gone = False  # by the last heartbeat
-        self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
+    Args:
+        more_status: returns keys for status.json while the run runs.
+
+    Attributes:
+        chain: of the last row.
+        is_gone: whether the files of the run were gone at the last heartbeat.
+    """
+
+    def __init__(self, folder: RunFolder, more_status: Callable[[], Row] = dict):
+        self.path = folder.path
+        self.is_main = is_main_process()
+        self._folder = folder
+        self._more_status = more_status
+        self.is_gone = False
+        self._state = ""
+        self._writing = threading.RLock()  # of status.json
+        self._appending = threading.Lock()  # of rows: a background save appends, too
         self._rows = self.path / METRICS
         self.chain = FIRST_CHAIN
         self._size = size_of(self._rows)  # after this process's last change
@@ -156,20 +181,29 @@ class RunLog:
         if not self.is_main:
             return
         with self._writing:
-            (self._folder.check_lock if state == "failed" else self.check)()
+            if state == "failed":  # also if the rows are lost
+                self._folder.check_lock()
+            else:
+                self.check()
             self._state = state
-            process = (
-                {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
-            )
-            self._put_status({"state": state, "step": step, "reason": reason, **process})
+            status: Row = {"state": state, "step": step, "reason": reason}
+            if state == "running":
+                status |= {**this_process()._asdict(), "heartbeat": time.time()}
+            self._put_status(status)
 
     def write_heartbeat(self, status: Row) -> None:
-        """Records the watchdog's `status` of a running run, and whether its files are gone. For any
-        thread."""
+        """Records the watchdog's `status` of a running run, and whether its files are gone.
+        For any thread."""
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":
-                status = {"state": "running", "step": 0, "reason": "", **status, **self._more()}
+                status = {
+                    "state": "running",
+                    "step": 0,
+                    "reason": "",
+                    **status,
+                    **self._more_status(),
+                }
                 self._put_status(status, durable=False)
         self.is_gone = not has_lock or self._is_lost
 
@@ -178,13 +212,13 @@ class RunLog:
         its rows."""
         self._folder.check_lock()
         if self._is_lost:
-            hint = "was removed or changed by another program, and this run writes no row to it; run the command again"
-            raise UserError("file", self._rows, hint)
+            problem = "was removed or changed by another program, and this run writes no row to it"
+            raise UserError("file", self._rows, f"{problem}; run the command again")
 
     def write_failure(self, step: int, reason: str, is_refused: bool = False) -> None:
         """Records that the run failed, unless its end is recorded already. A user error
-        (`is_refused`) leaves the records of a run that has not begun to train as they are. For any
-        thread."""
+        (`is_refused`) leaves the records of a run that has not begun to train as they are.
+        For any thread."""
         recorded = ("running",) if is_refused else ("", "running")
         with self._writing, suppress(UserError):  # the reason is printed as well
             if self._state in recorded:
@@ -195,8 +229,8 @@ class RunLog:
                     self._overwrite_status({"state": "failed", "step": step, "reason": reason})
 
     def _overwrite_status(self, status: Row) -> None:
-        """Replaces the content of status.json where it is: a full disk has room for no second
-        file."""
+        """Replaces the content of status.json where it is: a full disk has room for
+        no second file."""
         content = (json.dumps(status) + "\n").encode()
         with suppress(OSError):
             file = os.open(self.path / STATUS, os.O_WRONLY | os.O_NOFOLLOW)
@@ -269,14 +303,17 @@ class RunLog:
         self._size = size_of(self._rows)
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint that the run has by its rows; 0 for none. Not
-        collective."""
+        """The step of the newest checkpoint that the run has by its rows; 0 for
+        none. Not collective."""
         newest = 0
         for event in read_events(self._rows)[0]:
             if is_rollback(event):
                 newest = min(newest, event["step"])
-            elif isinstance(kept := event.get("kept"), list):
-                newest = max((step for step in kept if type(step) is int), default=0)
+                continue
+            kept: object = event.get("kept")
+            if isinstance(kept, list):
+                steps = cast(list[object], kept)
+                newest = max((step for step in steps if type(step) is int), default=0)
         return newest
 
     def outcome(self) -> str | None:

@@ -1,16 +1,17 @@
 """Trackers (Accelerate's tensorboard, wandb and trackio): each has every row of metrics.jsonl once,
 also after kills.
 
-Local files (tensorboard, wandb offline) are written again at each start, with all rows. wandb and
-trackio report their last step, and receive later rows. Each keeps the first row of a step
-(docs/tracking.md).
+Local files (tensorboard, wandb offline) are written again at each start, with all rows.
+wandb and trackio report their last step, and receive later rows. Each keeps the first row of
+a step (docs/tracking.md).
 """
 
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
@@ -20,12 +21,20 @@ from gpt2_ddp.records.rows import METRICS, read_lines, valid_rows
 PROJECT = os.environ.get("WANDB_PROJECT") or "gpt2_ddp"
 """Name of the project in all trackers."""
 T = TypeVar("T")
-Attempt = Callable[[str, Callable[[], T]], T | None]
-"""(name, function) -> the function's result, or None after an exception."""
 
 
-Running = tuple[GeneralTracker, int]
-"""A tracker that was started, and the step of its last row; -1 for none."""
+class Attempt(Protocol):
+    """Calls a function. Returns its result, or None after an exception, with a warning that
+    has the name."""
+
+    def __call__(self, what: str, action: Callable[[], T], /) -> T | None: ...
+
+
+class Running(NamedTuple):
+    """A tracker that was started."""
+
+    tracker: GeneralTracker
+    last: int  # step of its last row; -1 for none
 
 
 class Trackers:
@@ -36,9 +45,9 @@ class Trackers:
         self._attempt = attempt
         self._running: dict[str, Running] = {}
         for name in config.tracking.log_with:
-            if running := attempt(
-                f"{name} tracker", lambda name=name: START[name](config, run_id, folder)
-            ):
+            start = partial(START[name], config, run_id, folder)
+            running = attempt(f"{name} tracker", start)
+            if running:
                 self._running[name] = running
         lines = read_lines(folder / METRICS)
         for row in valid_rows(line.row for line in lines if type(line.row.get("step")) is int):
@@ -46,14 +55,16 @@ class Trackers:
 
     def log(self, row: dict[str, Any]) -> None:
         """Sends the numbers of a row, and its chain, to each tracker without its step."""
-        kept = {
-            k: value for k, value in row.items() if isinstance(value, int | float) or k == "chain"
+        step = row["step"]
+        values = {
+            name: value
+            for name, value in row.items()
+            if (isinstance(value, int | float) and name != "step") or name == "chain"
         }
-        del kept["step"]
         for name, (tracker, last) in self._running.items():
-            if row["step"] > last:
-                self._running[name] = tracker, row["step"]
-                self._attempt(f"{name} tracker", lambda one=tracker: one.log(kept, row["step"]))
+            if step > last:
+                self._running[name] = Running(tracker, step)
+                self._attempt(f"{name} tracker", partial(tracker.log, values, step))
 
     def finish(self) -> None:
         """Writes buffered rows and ends."""
@@ -68,13 +79,13 @@ def _tensorboard(config: RunConfig, run_id: str, folder: Path) -> Running:
     tracker = TensorBoardTracker(PROJECT, folder)
     tracker.start()
     tracker.log({"config": f"```\n{config.model_dump_json(indent=1)}\n```"}, 0)
-    return tracker, -1
+    return Running(tracker, -1)
 
 
 def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
-    """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE is not
-    set."""
-    from requests.utils import get_netrc_auth
+    """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE
+    is not set."""
+    from requests.utils import get_netrc_auth  # noqa: PLC0415  only for wandb
 
     logged_in = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")
     mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
@@ -82,17 +93,12 @@ def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
         for before in folder.glob(f"wandb/offline-run-*-{run_id}"):
             shutil.rmtree(before, ignore_errors=True)
     resume = "allow" if mode == "online" else None  # offline it would be ignored, with a warning
-    own = {
-        "name": config.run_name,
-        "id": run_id,
-        "resume": resume,
-        "mode": mode,
-        "dir": str(folder),
-    }
-    tracker = WandBTracker(PROJECT, **own)
+    tracker = WandBTracker(
+        PROJECT, name=config.run_name, id=run_id, resume=resume, mode=mode, dir=str(folder)
+    )
     tracker.start()
     tracker.store_init_configuration(config.model_dump(mode="json"))
-    return tracker, tracker.run.starting_step - 1
+    return Running(tracker, tracker.run.starting_step - 1)
 
 
 def _trackio(config: RunConfig, run_id: str, folder: Path) -> Running:
@@ -100,7 +106,8 @@ def _trackio(config: RunConfig, run_id: str, folder: Path) -> Running:
     settings = {"name": f"{config.run_name}-{run_id}", "config": config.model_dump(mode="json")}
     tracker = TrackioTracker(PROJECT, resume="allow", **settings)
     tracker.start()
-    return tracker, tracker.run._next_step - 1  # of a Space, too, where no file here would say
+    # of a Space, too, where no file on this machine would say
+    return Running(tracker, tracker.run._next_step - 1)
 
 
 START: dict[str, Callable[[RunConfig, str, Path], Running]] = {

@@ -28,22 +28,24 @@ def with_local_runs(config: C) -> C:
         if isinstance(value, str):
             changes[field] = _local_run(value, field)
         else:
-            changes[field] = tuple(_local_run(one, field) for one in value)
+            changes[field] = tuple(_local_run(path, field) for path in value)
     return config.model_copy(update=changes)
 
 
 def _local_run(path: str, field: str) -> str:
-    """The path or, of a URL, the folder in the cache with a copy of the run: its records and,
-    unless the command reads only `runs`' rows, its whole checkpoints. Raises: UserError if there is
-    no such run."""
+    """The path or, of a URL, the folder in the cache with a copy of the run: records and whole
+    checkpoints. A command with a field `runs` reads only rows, so it gets no checkpoints. Raises:
+    UserError if there is no such run."""
     if "://" not in path:
         return path
     try:
         folder = Path(local_copy(check_url(path)))
     except ValueError as error:
         raise UserError(field, path, str(error)) from error
-    # fsspec and numpy: not for --help and runs on this machine
-    from gpt2_ddp.remote.objects import MANIFEST, reading
+    from gpt2_ddp.remote.objects import (  # noqa: PLC0415  fsspec: not for --help and local runs
+        MANIFEST,
+        reading,
+    )
 
     with reading(path, field) as bucket:
         for record in RECORDS:
@@ -51,12 +53,12 @@ def _local_run(path: str, field: str) -> str:
         bucket.get("", folder, RECORDS)
         if not any((folder / record).exists() for record in RECORDS):
             bucket.get_checkpoint("", folder)
-        there = bucket.checkpoints() if field != "runs" else {}
-        for place in (folder / "checkpoints").glob("*"):
-            if place.name not in there:
-                shutil.rmtree(place)
-        for name, manifest in there.items():
-            place = folder / "checkpoints" / name
-            if not place.exists() or sha256_file(place / MANIFEST) != manifest:
-                bucket.get_checkpoint(name, place)
+        manifests = bucket.checkpoints() if field != "runs" else {}
+        for checkpoint in (folder / "checkpoints").glob("*"):
+            if checkpoint.name not in manifests:
+                shutil.rmtree(checkpoint)
+        for name, sha256 in manifests.items():
+            checkpoint = folder / "checkpoints" / name
+            if not checkpoint.exists() or sha256_file(checkpoint / MANIFEST) != sha256:
+                bucket.get_checkpoint(name, checkpoint)
     return str(folder)

@@ -1,10 +1,20 @@
 """A copy of a run at a URL, such as a bucket: kept up to date, restored on a machine without the
 run.
 
+    restore, before the run starts             copy, while it runs and at its end
+    1. take lease.json at the URL              1. look for new folders checkpoints/step-*
+    2. newest whole checkpoint  ->  here       2. check the lease
+    3. rows, config, status     ->  here       3. rows, config, status   ->  URL
+    4. older checkpoints        ->  here       4. files of a checkpoint  ->  URL
+                                               5. its manifest.json      ->  URL
+                                               6. delete what the run has deleted
+
 The rows are copied before the files of a checkpoint, and its manifest last. So a copied checkpoint
-with a manifest is whole, and its rows are there. Every object is read back and compared. A lease
-keeps two machines apart, a lock two processes of one machine. It is code of a process of its own:
-the trainer does not import it (`mirror_process`).
+with a manifest is whole, and its rows are there. Every object is read back and compared.
+
+A lease keeps two machines apart: its owner renews it every 15 s. A lock of the file `.mirror` keeps
+two processes of one machine apart. All of this runs in a process of its own. The trainer does not
+import this module; it starts and watches the process by `mirror_process`.
 """
 
 import fcntl
@@ -26,9 +36,9 @@ from pydantic import BaseModel, Field
 
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import below, write_atomically
+from gpt2_ddp.files import below, free_name, write_atomically
 from gpt2_ddp.records.rows import METRICS, RECORDS, STATUS, is_event, parse_lines, read_events
-from gpt2_ddp.remote.objects import CHECKPOINT, MANIFEST, Bucket, describe, listed_files
+from gpt2_ddp.remote.objects import CHECKPOINT, MANIFEST, Bucket, describe, listed_files, step_of
 from gpt2_ddp.state import FIRST_CHAIN
 
 if TYPE_CHECKING:
@@ -41,7 +51,7 @@ OVERTAKEN = "overtaken"
 the run."""
 EXPIRES = 60.0
 """Seconds after which a lease that its owner has not renewed is over."""
-LOOK = 1.0
+POLL = 1.0
 """Seconds between two looks for new checkpoints."""
 PAUSE = 30.0
 """Longest pause in seconds after failures. The first pauses are shorter."""
@@ -67,29 +77,36 @@ class Lease(BaseModel):
 
 
 class Mirror:
-    """The copy of a run. The process of a killed trainer copies the rest first. `lease`: of the
-    trainer."""
+    """The copy of a run. The process of a killed trainer copies the rest first. `lease`:
+    of the trainer."""
 
     def __init__(self, bucket: Bucket, run: Path, lease: Lease):
         self._run = run
         self._bucket = bucket
         self._url = bucket.url
-        self._own = lease
+        self._lease = lease
         self._ended = threading.Event()
         self._status = os.open(run / ".mirror", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         fcntl.lockf(self._status, fcntl.LOCK_EX)
-        bucket.on_progress = lambda: os.utime(self._status)  # the trainer sees it
+        bucket.on_progress = self._touch
+
+    def _touch(self) -> None:
+        """Shows the trainer that there is progress: by the time of the file."""
+        os.utime(self._status)
 
     @cached_property
     def _whole(self) -> dict[str, str]:
-        """The SHA-256 of the copied checkpoints' manifests, by name. At the start, the newest is
-        first."""
+        """The SHA-256 of the copied checkpoints' manifests, by name. At the start, the
+        newest is first."""
         return self._bucket.checkpoints()
 
     def restore(self) -> None:
         """Takes the lease, and the whole checkpoints that are newer than those here, with the
-        records. Raises: UserError if the URL has another run, if another machine trains this one,
-        or if there is a newer state of which nothing is intact; any error of the storage."""
+        records.
+
+        Raises: UserError if the URL has another run, if another machine trains this one, or if
+        there is a newer state of which nothing is intact; any error of the storage.
+        """
         self._take_lease()
         try:
             if any(name == METRICS or CHECKPOINT.fullmatch(name) for name in self._bucket.names()):
@@ -100,53 +117,59 @@ class Mirror:
             raise
 
     def _restore(self) -> None:
-        from gpt2_ddp.checkpoint.verify import newest_intact  # with torch
+        from gpt2_ddp.checkpoint.verify import newest_intact  # noqa: PLC0415  torch: only to restore
 
         folder = self._run / "checkpoints"
-        here = newest_intact(folder, weights=False)
-        if here:
-            self._check_is_same_run(here)
-        step = here.step if here else -1
-        is_taken = False
+        newest_here = newest_intact(folder, weights=False)
+        if newest_here:
+            self._check_is_same_run(newest_here)
+        step_here = newest_here.step if newest_here else -1
+        is_restored = False  # whether the newest one that is missing here has been restored
         damaged = 0
-        for name, sha256 in self._whole.items():
-            if not is_taken and int(name[5:]) <= step:
+        for name, sha256 in self._whole.items():  # the newest first
+            if not is_restored and step_of(name) <= step_here:
+                # What is here is as new. But if newer ones there are damaged, look on: a storage of
+                # which nothing is intact is refused, not overwritten.
                 if not damaged or self._fetch(name):
                     break
                 damaged += 1
                 continue
-            if is_taken and content_sha256(folder / name / MANIFEST) == sha256:
+            if is_restored and content_sha256(folder / name / MANIFEST) == sha256:
                 continue
-            if not (aside := self._fetch(name)):
+            fetched = self._fetch(name)
+            if not fetched:
                 damaged += 1
                 continue
-            if not is_taken:
+            if not is_restored:
                 self._take_records()
                 self._set_aside_unrecorded()  # those here
-                is_taken = True
+                is_restored = True
             shutil.rmtree(folder / name, ignore_errors=True)  # a damaged one
-            aside.rename(folder / name)
+            fetched.rename(folder / name)
             print(f"note: restored {name} from {self._url}", file=sys.stderr)
-        if is_taken:
+        if is_restored:
             self._set_aside_unrecorded()  # those of another machine that the bucket still had
         elif damaged == len(self._whole):
-            self._refuse_damage(step)
+            self._refuse_damage(step_here)
 
-    def _check_is_same_run(self, here: "Checkpoint") -> None:
+    def _check_is_same_run(self, checkpoint: "Checkpoint") -> None:
         """Raises: UserError if the bucket has another run than the one of a checkpoint here."""
-        from gpt2_ddp.checkpoint.verify import parse_state
+        from gpt2_ddp.checkpoint.verify import parse_state  # noqa: PLC0415  torch: only to restore
 
         for name in self._whole:
             with suppress(ValueError):
-                there = parse_state(self._bucket.read(f"{name}/state.json") or b"")
-                if there.progress.run_id != here.state.progress.run_id:
+                state = parse_state(self._bucket.read(f"{name}/state.json") or b"")
+                if state.progress.run_id != checkpoint.state.progress.run_id:
                     hint = f"has another run of this name than {self._run}; choose another run_name"
                     raise UserError(FIELD, self._url, hint)
                 return
 
     def _fetch(self, name: str) -> Path | None:
         """A hidden folder with the copy of a checkpoint; None, with a warning, if it is damaged."""
-        from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify
+        from gpt2_ddp.checkpoint.verify import (  # noqa: PLC0415  torch: only to restore
+            CorruptCheckpoint,
+            verify,
+        )
 
         aside = self._run / "checkpoints" / f".{name}.tmp"
         if aside.is_symlink():
@@ -167,50 +190,52 @@ class Mirror:
                 write_atomically(self._run / record, [content])
 
     def _set_aside_unrecorded(self) -> None:
-        """Sets the checkpoints aside that the restored rows do not record: a machine went on for a
+        """Sets the checkpoints aside that the restored rows do not record. A machine went on for a
         while after its last copy, and another one trained the same steps."""
-        from gpt2_ddp.checkpoint.format import list_checkpoints
-        from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, record_defect, verify
-        from gpt2_ddp.files import free_name
+        from gpt2_ddp.checkpoint.format import (  # noqa: PLC0415  torch: only to restore
+            list_checkpoints,
+        )
+        from gpt2_ddp.checkpoint.verify import (  # noqa: PLC0415  torch: only to restore
+            CorruptCheckpoint,
+            record_defect,
+            verify,
+        )
 
-        for place in list_checkpoints(self._run / "checkpoints"):
+        for path in list_checkpoints(self._run / "checkpoints"):
             try:
-                checkpoint = verify(place, weights=False)
+                checkpoint = verify(path, weights=False)
             except CorruptCheckpoint:  # the start of the run sets it aside
                 continue
             chain = checkpoint.state.log.chain
             events, before = read_events(self._run / METRICS, chain)
             defect = record_defect(checkpoint, events, before)
-            if not before and chain != FIRST_CHAIN:
-                defect = defect or f"its chain is not in {METRICS}"
+            if not defect and not before and chain != FIRST_CHAIN:
+                defect = f"its chain is not in {METRICS}"
             if defect:
-                aside = place.rename(free_name(place.with_name(f"{place.name}.{OVERTAKEN}")))
-                warn(f"{place}: {defect}, which is from {self._url}; moved to {aside.name}")
+                aside = path.rename(free_name(path.with_name(f"{path.name}.{OVERTAKEN}")))
+                warn(f"{path}: {defect}, which is from {self._url}; moved to {aside.name}")
 
     def _refuse_damage(self, step: int) -> None:
         """Raises: UserError if the bucket has, or had, checkpoints after a step, of which none is
         whole. But a machine may have been lost while it copied the first one."""
-        from gpt2_ddp.checkpoint.verify import recorded_checkpoint
+        from gpt2_ddp.checkpoint.verify import (  # noqa: PLC0415  torch: only to restore
+            recorded_checkpoint,
+        )
 
         rows = parse_lines(io.BytesIO(self._bucket.read(METRICS) or b""))
-        recorded = [
-            found
-            for line in rows
-            if is_event(line.row) and (found := recorded_checkpoint(line.row))
-        ]
-        steps = {found[0] for found in recorded}
-        steps |= {int(name[5:]) for name in self._bucket.names() if CHECKPOINT.fullmatch(name)}
+        events = [line.row for line in rows if is_event(line.row)]
+        steps = {saved.step for saved in map(recorded_checkpoint, events) if saved}
+        steps |= {step_of(name) for name in self._bucket.names() if CHECKPOINT.fullmatch(name)}
         newest = max(steps, default=-1)
         if newest <= step:
             return
         if step < 0 and not self._whole and len(steps) == 1:
-            warn(
-                f"{self._url} has no whole checkpoint yet, only a part of that of step {newest}; the run starts anew"
-            )
+            content = f"no whole checkpoint yet, only a part of that of step {newest}"
+            warn(f"{self._url} has {content}; the run starts anew")
             return
-        problem = f"has a run up to step {newest} or later, of which no checkpoint is intact; nothing is changed there"
+        problem = f"has a run up to step {newest} or later, of which no checkpoint is intact"
         hint = "restore them from a copy, remove the run there, or choose another run_name"
-        raise UserError(FIELD, self._url, f"{problem}; {hint}")
+        raise UserError(FIELD, self._url, f"{problem}; nothing is changed there; {hint}")
 
     def copy(self, ended: threading.Event) -> int:
         """Copies until the run has ended; then the rest, and gives the lease back. Returns 1 if
@@ -221,7 +246,7 @@ class Mirror:
         renewing.start()
         failures = 0
         is_last = False
-        step = None
+        newest = None
         while True:
             try:
                 if is_last:
@@ -229,92 +254,96 @@ class Mirror:
                     # or a late renewal would follow the last status and the end of the lease
                     renewing.join()
                 self._copy(is_last)
-                step = max(self._whole, default=None)
+                newest = max(self._whole, default=None)
                 problem = ""
                 failures = 0
             except Exception as error:  # each kind of storage has its own
                 problem = describe(error)
                 if not failures:
-                    warn(
-                        f"{self._url} cannot be written ({problem}); the run goes on and tries again"
-                    )
+                    effect = "the run goes on and tries again"
+                    warn(f"{self._url} cannot be written ({problem}); {effect}")
                 failures += 1
-            status = {"mirror_step": step and int(step[5:]), "mirror_problem": problem}
-            with suppress(OSError):  # the disk may be full for a while
-                os.pwrite(self._status, json.dumps(status).ljust(2000).encode(), 0)
-            if is_last and (not failures or failures >= ATTEMPTS):
+            self._put_status(newest, problem)
+            if not is_last:
+                is_last = ended.wait(min(POLL * 5**failures, PAUSE))
+            elif not failures or failures >= ATTEMPTS:
                 return int(failures > 0)
-            if is_last:
-                time.sleep(LOOK)
             else:
-                is_last = ended.wait(min(LOOK * 5**failures, PAUSE))
+                time.sleep(POLL)
+
+    def _put_status(self, newest: str | None, problem: str) -> None:
+        """Writes what the trainer adds to status.json: the newest checkpoint that is copied, and
+        why the last attempt failed."""
+        step = step_of(newest) if newest else None
+        status = {"mirror_step": step, "mirror_problem": problem}
+        with suppress(OSError):  # the disk may be full for a while
+            # in place, padded: the file is the lock, too
+            os.pwrite(self._status, json.dumps(status).ljust(2000).encode(), 0)
 
     def _copy(self, is_last: bool) -> None:
-        """Copies new checkpoints and the records, and deletes what the run has deleted; in the end
-        also the lease."""
-        places = sorted((self._run / "checkpoints").glob("step-*"), reverse=True)
-        here = {
-            place.name: content_of(place / MANIFEST) for place in places if place.name[5:].isdigit()
+        """Copies new checkpoints and the records, and deletes what the run has deleted. The last
+        time, gives the lease back."""
+        paths = sorted((self._run / "checkpoints").glob("step-*"), reverse=True)
+        manifests = {
+            path.name: content_of(path / MANIFEST) for path in paths if path.name[5:].isdigit()
         }
         hashes = {
             name: hashlib.sha256(manifest).hexdigest()
-            for name, manifest in here.items()
+            for name, manifest in manifests.items()
             if manifest
         }
         new = hashes.items() - self._whole.items()
-        gone = self._whole.keys() - here.keys()
+        gone = self._whole.keys() - manifests.keys()
         if new or gone or is_last:
             self._check_lease(hashes)
             for record in RECORDS:
                 if (content := content_of(self._run / record)) is not None:
                     self._bucket.write(record, content)
         for name, sha256 in sorted(new, reverse=True):
-            manifest = here[name] or b""
+            manifest = manifests[name] or b""
             self._whole.pop(name, None)
             # a step that was saved again; a part of an earlier attempt
             self._bucket.remove_all(name)
             with suppress(FileNotFoundError):  # deleted by the run meanwhile
                 for file, file_sha256 in listed_files(manifest).items():
-                    place = below(self._run / "checkpoints" / name, file)
-                    self._bucket.put(place, f"{name}/{file}", file_sha256)
+                    path = below(self._run / "checkpoints" / name, file)
+                    self._bucket.put(path, f"{name}/{file}", file_sha256)
                 self._bucket.write(f"{name}/{MANIFEST}", manifest)
                 self._whole[name] = sha256
         # not if it was deleted meanwhile, or if the folder is lost
-        has_newest = max(here, default=None) in self._whole
-        for name in gone if has_newest else ():
-            self._bucket.remove_all(name)
-            del self._whole[name]
+        if max(manifests, default=None) in self._whole:
+            for name in gone:
+                self._bucket.remove_all(name)
+                del self._whole[name]
         if is_last:
             self._give_back()
 
     def _take_lease(self) -> None:
-        """Takes the lease once nobody renews another one. Clocks of machines may differ: what
-        counts is whether the lease changes while this process looks. Raises: UserError if it
-        does."""
+        """Takes the lease once nobody renews another one. Clocks of machines may differ:
+        what counts is whether the lease changes while this process looks. Raises: UserError
+        if it does."""
         first: bytes | None = None
         until = 0.0
+        unreadable = Lease(owner="a machine whose lease cannot be read", time=time.time())
         while (content := self._bucket.read(LEASE)) is not None:
-            lease = parse_lease(content) or Lease(
-                owner="a machine whose lease cannot be read", time=time.time()
-            )
-            if lease.id == self._own.id or lease.is_gone:
+            lease = parse_lease(content) or unreadable
+            if lease.id == self._lease.id or lease.is_gone:
                 break
             if first is None:
-                remaining = EXPIRES - max(time.time() - lease.time, 0)
-                # two renewals at least
                 first = content
+                remaining = EXPIRES - max(time.time() - lease.time, 0)
+                # its owner renews it every EXPIRES / 4
                 until = time.monotonic() + max(remaining, EXPIRES / 3)
-                warn(
-                    f"waiting for {truncate(lease.owner)}, which trained this run until now", "note"
-                )
+                owner = truncate(lease.owner)
+                warn(f"waiting for {owner}, which trained this run until now", "note")
             if content != first:
                 hint = f"{lease.owner} trains this run now; stop it, or choose another run_name"
                 raise UserError(FIELD, self._url, hint)
             if time.monotonic() > until:
                 break
-            time.sleep(LOOK)
+            time.sleep(POLL)
         self._write_lease()
-        time.sleep(LOOK)
+        time.sleep(POLL)
         # of two machines that looked at the same time, the last one has it
         if self._foreign_lease():
             self._take_lease()
@@ -322,20 +351,26 @@ class Mirror:
     def _foreign_lease(self) -> Lease | None:
         """The lease of another process."""
         lease = parse_lease(self._bucket.read(LEASE))
-        return lease if lease and lease.id != self._own.id else None
+        return lease if lease and lease.id != self._lease.id else None
 
     def _check_lease(self, hashes: Mapping[str, str]) -> None:
-        """Ends this process, which stops the run, if another machine has the lease, or has had it
-        meanwhile: then this one's is missing, and the bucket has checkpoints besides those with
-        `hashes` of manifests here. With exit code 0, once the run has ended with 1."""
+        """Ends this process if another machine has the lease, or has had it meanwhile. The trainer
+        sees that and stops the run.
+
+        If the lease is missing, another machine has had it if the bucket has checkpoints besides
+        those with `hashes` of manifests here. The exit code is 0; after the end of the run it is 1,
+        since the end is not copied.
+        """
         lease = self._foreign_lease()
         if not lease and self._bucket.read(LEASE) is None:
-            if self._bucket.checkpoints().items() - self._whole.items() - hashes.items():
+            foreign = self._bucket.checkpoints().items() - self._whole.items() - hashes.items()
+            if foreign:
                 lease = Lease(owner="another machine")
             else:
                 self._renew()
         if lease:
             warn(f"{lease.owner} has begun to train this run; stopping here")
+            # any thread calls this: SystemExit would end only that one
             os._exit(int(self._ended.is_set()))
 
     def _renew(self) -> None:
@@ -345,13 +380,13 @@ class Mirror:
         self._write_lease()
 
     def _write_lease(self) -> None:
-        lease = self._own.model_copy(update={"time": time.time()})
+        lease = self._lease.model_copy(update={"time": time.time()})
         self._bucket.write(LEASE, lease.model_dump_json().encode())
 
     def _give_back(self) -> None:
         """Removes this process's own lease."""
         lease = parse_lease(self._bucket.read(LEASE))
-        if lease and lease.id == self._own.id:
+        if lease and lease.id == self._lease.id:
             self._bucket.remove(LEASE)
 
     def _renew_loop(self, over: threading.Event) -> None:
@@ -385,5 +420,6 @@ def content_of(file: Path) -> bytes | None:
 
 
 def warn(text: str, kind: str = "warning") -> None:
+    """Prints a line to standard error."""
     with suppress(BrokenPipeError):  # after the end of a killed trainer, nobody may read
         print(f"{kind}: {text}", file=sys.stderr, flush=True)

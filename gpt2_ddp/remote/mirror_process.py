@@ -1,10 +1,16 @@
 """The process that mirrors a run, as the trainer sees it: started, watched, and waited for in the
 end.
 
-The end of its standard input is the end of the run, also after `kill -9` of the trainer. Signals do
-not end
-it: they are blocked. Its status is in the file `.mirror` of the run folder, whose time is that of
-its last progress.
+    trainer, main process                      process (remote/transfer.py, remote/mirror.py)
+    open_mirror: --action=restore, waits   ->  restores what is newer at the URL, and ends
+    MirrorProcess: --action=mirror         ->  copies while the run runs
+    writes checkpoints and rows            ->  finds them in the run folder
+    status(), at each heartbeat            <-  writes .mirror, at each progress
+    close(): closes the standard input     ->  copies the rest, gives the lease back, ends
+    waits; kills it without progress
+
+The standard input also ends after `kill -9` of the trainer. Signals do not end the process: they
+are blocked. An exit code of 0 before the end means that another machine has the lease.
 """
 
 import json
@@ -35,15 +41,20 @@ SILENCE = 180.0
 """Seconds without progress after which the process is killed at the end of the run. A part of an
 object may have 100 MB."""
 FIRST_NOTE = 10.0
+"""Seconds until a line says what the end of the run waits for."""
 NOTES = 30.0
-"""Seconds until a line says what the end of the run waits for, and between two of these lines."""
+"""Seconds between two of these lines."""
 FAILED = 1
 """Exit code of the process if the storage failed to the last."""
 
 
 class MirrorProcess:
-    """The process. `command`: the words that start it. `wait_longer`: called while its end is
-    waited for."""
+    """The process.
+
+    Args:
+        command: the words that start it, without its action.
+        wait_longer: called while its end is waited for.
+    """
 
     def __init__(
         self, command: list[str], run: Path, wait_longer: Callable[[], object] = lambda: None
@@ -76,29 +87,23 @@ class MirrorProcess:
         return {}
 
     def close(self) -> bool:
-        """Ends the process, which first copies the rest, for at most 20 s unless the run is
+        """Ends the process, which first copies the rest: for at most 20 s, unless the run is
         complete. Starts it again, once, if it has crashed or makes no progress. Returns whether all
         is there; prints a warning if not."""
         is_taken = self._process.poll() == 0  # another machine has the lease
         code = self._finish()
         if code not in (0, FAILED, -signal.SIGALRM):
-            print(
-                f"note: the process that copies the run ended with {code}; it is started again",
-                file=sys.stderr,
-            )
+            note = f"the process that copies the run ended with {code}; it is started again"
+            print(f"note: {note}", file=sys.stderr)
             self._start()
             code = self._finish()
         if code == 0 and not is_taken:
             return True
-        problem = (
-            self._read_status().get("mirror_problem")
-            or f"the process that copies it ended with {code}"
-        )
-        hint = "the same command copies it"
-        print(
-            f"warning: checkpoint.mirror lacks the end of the run ({problem}); {hint}",
-            file=sys.stderr,
-        )
+        problem = self._read_status().get("mirror_problem")
+        if not problem:
+            problem = f"the process that copies it ended with {code}"
+        lacks = f"checkpoint.mirror lacks the end of the run ({problem})"
+        print(f"warning: {lacks}; the same command copies it", file=sys.stderr)
         return False
 
     def _finish(self) -> int:
@@ -107,7 +112,8 @@ class MirrorProcess:
         assert self._process.stdin
         self._process.stdin.close()
         self._wait_longer()
-        begun = progressed = time.monotonic()
+        begun = time.monotonic()
+        progressed = begun
         before = self._progress()
         note = begun + FIRST_NOTE
         limit = SILENCE if is_complete(self._run) else PATIENCE + FIRST_NOTE
@@ -134,12 +140,12 @@ class MirrorProcess:
 
     def _print_note(self, silence: float) -> None:
         step = self._read_status().get("mirror_step")
-        there = "no checkpoint yet" if step is None else f"the checkpoint of step {step}"
-        idle = f"; no progress for {silence:.0f} s" if silence > FIRST_NOTE else ""
-        url = next(word for word in self._command if word.startswith("--url="))[6:]
-        print(
-            f"note: waiting for the copy of the run's end: {url} has {there}{idle}", file=sys.stderr
-        )
+        content = "no checkpoint yet" if step is None else f"the checkpoint of step {step}"
+        if silence > FIRST_NOTE:
+            content += f"; no progress for {silence:.0f} s"
+        url_flag = next(word for word in self._command if word.startswith("--url="))
+        url = url_flag.removeprefix("--url=")
+        print(f"note: waiting for the copy of the run's end: {url} has {content}", file=sys.stderr)
 
     def end(self, *error: object) -> None:
         """`close`, as the end of a `with`. Raises: SystemExit 75 if a complete run is not there as
@@ -152,19 +158,31 @@ def open_mirror(
     url: str, run: Path, watchdog: Watchdog, closing: ExitStack
 ) -> Callable[[], dict[str, Any]]:
     """Restores what is newer at the URL than here, and copies the run to it until `closing`, on the
-    main process. Returns the mirror's `status`. Collective. Raises: UserError, on every rank, if
-    the URL cannot be read, has another run or a damaged one, or another machine trains this one."""
+    main process. Returns the mirror's `status`. Collective.
+
+    Raises: UserError, on every rank, if the URL cannot be read, has another run or a damaged one,
+    or another machine trains this one.
+    """
     watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())
     process = this_process()
-    lease: dict[str, Any] = {"owner": f"{process.host}:{run.absolute()}", "id": uuid.uuid4().hex}
-    lease |= {"machine": process.machine, "pid": process.pid, "started": process.started}
-    command = ["gpt2_ddp.remote.transfer", f"--url={url.rstrip('/')}/{run.name}", f"--folder={run}"]
-    command.append(f"--lease={json.dumps(lease)}")
+    # the fields of `mirror.Lease`, which the trainer does not import
+    lease = {
+        "owner": f"{process.host}:{run.absolute()}",
+        "id": uuid.uuid4().hex,
+        "machine": process.machine,
+        "pid": process.pid,
+        "started": process.started,
+    }
+    command = [
+        "gpt2_ddp.remote.transfer",
+        f"--url={url.rstrip('/')}/{run.name}",
+        f"--folder={run}",
+        f"--lease={json.dumps(lease)}",
+    ]
     on_main(lambda: run_module(*command, "--action=restore"))
     if not is_main_process():
         return dict
-    mirror = MirrorProcess(
-        command, run, partial(watchdog.heartbeat, "copying to the mirror", timeout=FIRST_TIMEOUT)
-    )
+    wait_longer = partial(watchdog.heartbeat, "copying to the mirror", timeout=FIRST_TIMEOUT)
+    mirror = MirrorProcess(command, run, wait_longer)
     closing.push(mirror.end)
     return mirror.status

@@ -47,24 +47,23 @@ class Bucket:
         """Names of the objects and of what looks like folders; empty if there is nothing."""
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
-            return [
-                Path(path).name for path in self._files.ls(f"{self._root}/{folder}", detail=False)
-            ]
+            paths = self._files.ls(f"{self._root}/{folder}", detail=False)
+            return [Path(path).name for path in paths]
         return []
 
     def checkpoints(self) -> dict[str, str]:
         """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
-        steps = sorted(
-            filter(CHECKPOINT.fullmatch, self.names()), key=lambda name: int(name[5:]), reverse=True
-        )
-        manifests = {name: self.read(f"{name}/{MANIFEST}", LARGEST_MANIFEST) for name in steps}
+        names = sorted(filter(CHECKPOINT.fullmatch, self.names()), key=step_of, reverse=True)
+        manifests = {name: self.read(f"{name}/{MANIFEST}", LARGEST_MANIFEST) for name in names}
         return {
-            name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found
+            name: hashlib.sha256(manifest).hexdigest()
+            for name, manifest in manifests.items()
+            if manifest
         }
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """The content of a small object; None without it. Raises: OSError for more than `most`
-        bytes."""
+        """The content of a small object; None without it. Raises: OSError for more
+        than `most` bytes."""
         path = f"{self._root}/{name}"
         with suppress(FileNotFoundError):
             if self._is_disk:
@@ -77,8 +76,8 @@ class Bucket:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small object, and compares it. One thread at a time. Raises: OSError if it
-        differs."""
+        """Writes a small object, and compares it. One thread at a time. Raises: OSError
+        if it differs."""
         with self._writing:
             with self._whole(name) as target:
                 self._files.pipe_file(target, content)
@@ -92,14 +91,14 @@ class Bucket:
         if not self._is_disk:
             yield target
             return
-        for place in (name, f"{name}.tmp"):
-            self._refuse_links(place)
+        for written in (name, f"{name}.tmp"):
+            self._refuse_links(written)
         yield f"{target}.tmp"
         self._files.mv(f"{target}.tmp", target)
 
     def _refuse_links(self, name: str) -> None:
-        """Raises: UserError if an object, or a folder that it is in, is a link of a disk: somebody
-        else may have made the folder at the URL, and what the link leads to is not in it."""
+        """Raises: UserError if an object, or a folder that it is in, is a link of a disk. Somebody
+        else may have made the folder at the URL, and the link may lead out of it."""
         if self._is_disk:
             parts = Path(name).parts
             refuse_links(*(Path(self._root, *parts[:count]) for count in range(1, len(parts) + 1)))
@@ -123,12 +122,13 @@ class Bucket:
         for file in files:
             target = below(folder, check_file_name(file))
             with suppress(FileNotFoundError):
-                self._files.get_file("/".join(filter(None, (self._root, name, file))), str(target))
+                path = "/".join(filter(None, (self._root, name, file)))
+                self._files.get_file(path, str(target))
 
     def get_checkpoint(self, name: str, folder: Path) -> None:
         """Copies the files that a checkpoint's manifest lists into a folder, and the manifest last.
-        Of a manifest that cannot be read, only itself: whoever verifies the copy names the damage.
-        Raises: FileNotFoundError without one."""
+        If the manifest cannot be read, it is copied alone: whoever verifies the copy names the
+        damage. Raises: FileNotFoundError without a manifest."""
         manifest = self.read(f"{name}/{MANIFEST}" if name else MANIFEST, LARGEST_MANIFEST)
         if manifest is None:
             raise FileNotFoundError("there is nothing")
@@ -152,6 +152,11 @@ class Bucket:
         if self._is_disk:
             with suppress(FileNotFoundError):
                 self._files.rmdir(f"{self._root}/{name}")
+
+
+def step_of(name: str) -> int:
+    """The step in a checkpoint's name."""
+    return int(name.removeprefix("step-"))
 
 
 class _Progress(Callback):
@@ -179,8 +184,8 @@ def listed_files(manifest: bytes) -> dict[str, str]:
 
 def fetch_data(folder: Path, url: str) -> None:
     """Copies the files that the manifest at a URL lists into a folder, unless its manifest is the
-    same. A training compares their hashes. Raises: UserError if the manifest or one of its shards
-    is missing, or it is damaged."""
+    same. A training compares their hashes. Raises: UserError if the manifest is missing or damaged,
+    or if one of its shards is missing."""
     with reading(url, "data.path") as bucket:
         content = bucket.read(MANIFEST, LARGEST_MANIFEST)
         if content is None:

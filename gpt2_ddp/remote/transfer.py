@@ -1,8 +1,8 @@
 """The process in which a training reads and writes what is at a URL: `python -m
 gpt2_ddp.remote.transfer`.
 
-So the libraries of storages, their threads and their crashes are not in the trainer. No torch,
-unless a run is restored.
+So the libraries of storages, their threads and their crashes are not in the trainer. Torch is
+imported only to restore a run.
 """
 
 import signal
@@ -31,6 +31,7 @@ class TransferConfig(Command):
 
 
 def transfer(config: TransferConfig) -> int:
+    """The command: copies, and returns its exit code."""
     folder = Path(config.folder)
     ended = threading.Event()
 
@@ -46,10 +47,9 @@ def transfer(config: TransferConfig) -> int:
         with reading(config.url, "checkpoint.mirror") as bucket:
             Mirror(bucket, folder, Lease.model_validate_json(config.lease)).restore()
     else:
+        lease = Lease.model_validate_json(config.lease)
         threading.Thread(target=see_end, daemon=True).start()
-        return Mirror(Bucket(config.url), folder, Lease.model_validate_json(config.lease)).copy(
-            ended
-        )
+        return Mirror(Bucket(config.url), folder, lease).copy(ended)
     return 0
 
 

@@ -1,5 +1,9 @@
 """Groups of runs that differ only in their seed: means, standard deviations, and differences to the
-first group."""
+first group.
+
+    read_runs (runs.py)  ->  group_runs  ->  content   for report.py's JSON
+                                         '-> describe  for the terminal and the page
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +17,7 @@ import numpy as np
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
 from gpt2_ddp.records.rows import finite
-from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
+from gpt2_ddp.reports.runs import Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
@@ -23,11 +27,13 @@ same data."""
 CELLS = 1_000_000
 """Cells of the sum in place of an integral."""
 VALUE = 60
+"""Most characters of a field's value in a heading."""
 LINE = 130
-"""Most characters of a field's value in a heading, and of a line in a terminal."""
+"""Most characters of a line in a terminal."""
 NAMED = 3
+"""Most runs of a group whose names are shown."""
 PREFIX = 4
-"""Most runs of a group whose names are shown, and least characters that stand for longer names."""
+"""Least characters that stand for longer names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,23 +47,26 @@ class Group:
 
     @property
     def names(self) -> str:
-        """The names of its runs: what they begin with, or the first ones and the number of the
-        others."""
+        """The names of its runs: what they begin with, or the first ones and the number
+        of the others."""
         names = [run.name for run in self.runs]
         alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
-        shared = "".join(first for first, *_ in alike)
-        if len(names) > 1 and len(shared) >= PREFIX:
-            return f"{shared}* ({len(names)} runs)"
-        return ", ".join(
-            names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"]
-        )
+        prefix = "".join(letters[0] for letters in alike)
+        if len(names) > 1 and len(prefix) >= PREFIX:
+            return f"{prefix}* ({len(names)} runs)"
+        shown = names[:NAMED]
+        if len(names) > NAMED:
+            shown.append(f"{len(names) - NAMED} more")
+        return ", ".join(shown)
 
     def label(self, most: int) -> str:
         """Its runs, and then as many of its fields as at most `most` characters have room for."""
         room = " …"
         label = truncate(self.names, most - len(room))
+        separator = ":"
         for text in _texts(self.fields):
-            longer = f"{label}{',' if ': ' in label else ':'} {text}"
+            longer = f"{label}{separator} {text}"
+            separator = ","
             if len(longer) + len(room) > most:
                 return label + room
             label = longer
@@ -75,11 +84,13 @@ class Group:
 
     def values(self, score: str) -> dict[str, float]:
         """One of SCORED by seed. Runs with equal seeds count as one, with their mean."""
-        found: dict[str, list[float]] = {}
+        by_seed: dict[str, list[float]] = {}
         for run in self.scored:
-            if (value := run.scores[score]) is not None:
-                found.setdefault(str(run.config.get("seed", run.name)), []).append(value)
-        return {seed: fmean(values) for seed, values in found.items()}
+            value = run.scores[score]
+            if value is not None:
+                seed = str(run.config.get("seed", run.name))
+                by_seed.setdefault(seed, []).append(value)
+        return {seed: fmean(values) for seed, values in by_seed.items()}
 
 
 class Difference(NamedTuple):
@@ -123,35 +134,40 @@ def _ignored(runs: Sequence[RunRecord]) -> set[str]:
     """The fields that make no difference between these runs: OWN, and those that describe where
     files are."""
     data = {str(run.start.get("data_manifest", run.name)) for run in runs}
-    return {*OWN, *PLACES, *(["data.path"] if len(data) == 1 else [])}
+    ignored = {*OWN, *PLACES}
+    if len(data) == 1:
+        ignored.add("data.path")
+    return ignored
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
     """The fields in which readable configurations differ, without those that make no difference."""
-    known = [run.config for run in runs if run.config]
+    configs = [run.config for run in runs if run.config]
     ignored = _ignored(runs)
-    names = dict.fromkeys(name for config in known for name in config if name not in ignored)
-    return [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
+    names = dict.fromkeys(name for config in configs for name in config if name not in ignored)
+    return [name for name in names if len({repr(config.get(name, ...)) for config in configs}) > 1]
 
 
-def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) -> Difference:
+def compare(first: dict[str, float], second: dict[str, float], comparisons: int = 1) -> Difference:
     """The difference of scores by seed, of the first group and another, over the seeds that both
     have, with Student's interval of paired differences. Of several `comparisons` in a table, each
     has a wider one (Bonferroni)."""
-    pairs = [two[seed] - one[seed] for seed in one if seed in two]
-    if not pairs:
+    differences = [second[seed] - first[seed] for seed in first if seed in second]
+    if not differences:
         return Difference("not compared: no seed with this score in both groups")
-    n = len(pairs)
-    difference = fmean(pairs)
+    n = len(differences)
+    difference = fmean(differences)
     if n == 1:
         return Difference(f"{difference:+.3g} (one seed: no spread)", difference, n=n)
-    error = stdev(pairs) / math.sqrt(n)
+    error = stdev(differences) / math.sqrt(n)
     width = critical_value(1 - 0.05 / comparisons, n - 1) * error
     low = difference - width
     high = difference + width
     differs = not low <= 0 <= high
     verb = "differs" if differs else "no difference shown"
-    count = f"{n} seeds" + f", {comparisons} comparisons" * (comparisons > 1)
+    count = f"{n} seeds"
+    if comparisons > 1:
+        count += f", {comparisons} comparisons"
     text = f"{difference:+.3g}, 95 % interval {low:+.3g} to {high:+.3g} ({count}): {verb}"
     return Difference(text, difference, error, n, (low, high), differs)
 
@@ -171,80 +187,83 @@ def critical_value(level: float, freedom: int) -> float:
 def content(groups: Sequence[Group]) -> list[Row]:
     """The groups for JSON: None for what is undefined. Their score is the last val_loss, or bits
     per byte where the tokenizers differ."""
-    score = SCORED[not share_tokens(run for group in groups for run in group.runs)]
-    found: list[Row] = []
+    all_runs = [run for group in groups for run in group.runs]
+    score = "val_loss" if share_tokens(all_runs) else "val_bits_per_byte"
+    described: list[Row] = []
     for group in groups:
         values = group.values(score)
         alike = [] if _unlike(group.scored) else [*values.values()]
-        each = None
-        if found:
-            reason = _unlike([*groups[0].scored, *group.scored])
-            each = (
-                Difference(reason)
-                if reason
-                else compare(groups[0].values(score), values, len(groups) - 1)
-            )
-        found.append({
-            "heading": group.heading,
-            "fields": finite(group.fields),
-            "runs": [
-                finite({"name": run.name, "seed": run.config.get("seed"), "state": run.state, score: run.scores[score]})
-                for run in group.runs
-            ],
-            "completed": len(group.completed),
-            "n": len(values),
-            "score": score,
-            "mean": fmean(alike) if alike else None,
-            "sd": stdev(alike) if len(alike) > 1 else None,
-            "difference": each and each._asdict(),
-            "remarks": _remarks(group),
-        })  # fmt: skip
-    return found
+        difference = None
+        if group is not groups[0]:
+            difference = _difference(groups[0], group, score, len(groups) - 1)
+        runs: list[Row] = []
+        for run in group.runs:
+            row = {"name": run.name, "seed": run.config.get("seed"), "state": run.state}
+            runs.append(finite({**row, score: run.scores[score]}))
+        described.append(
+            {
+                "heading": group.heading,
+                "fields": finite(group.fields),
+                "runs": runs,
+                "completed": len(group.completed),
+                "n": len(values),
+                "score": score,
+                "mean": fmean(alike) if alike else None,
+                "sd": stdev(alike) if len(alike) > 1 else None,
+                "difference": difference and difference._asdict(),
+                "remarks": _remarks(group),
+            }
+        )
+    return described
+
+
+def _difference(first: Group, group: Group, score: str, comparisons: int) -> Difference:
+    """The difference of a group's scores to the first group's."""
+    reason = _unlike([*first.scored, *group.scored])
+    if reason:
+        return Difference(reason)
+    return compare(first.values(score), group.values(score), comparisons)
 
 
 def describe(groups: Sequence[Group]) -> list[str]:
     """A table as lines of text. Below the numbered rows are headings, differences to the first
     group, and remarks."""
-    found = content(groups)
-    rows = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]]
-    below = []
-    for number, (group, runs) in enumerate(zip(found, groups, strict=True), 1):
-        mean = group["mean"]
-        deviation = group["sd"]
-        figure = (
-            "–"
-            if mean is None
-            else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
-        )
-        rows.append(
-            [str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure]
-        )
-        difference = [group["difference"]["text"]] if group["difference"] else []
-        texts = [runs.label(LINE - 2), *difference, *group["remarks"]]
-        below.append([f"  {truncate(text, LINE - 2)}" for text in texts])
-    first, *lines = text_table(rows).split("\n")
-    return [
-        first,
-        *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts)),
-    ]
+    contents = content(groups)
+    scores = {f"last {values['score']}" for values in contents}  # one, or none without groups
+    rows = [["group", "completed", "n", *scores]]
+    for number, values in enumerate(contents, 1):
+        mean = values["mean"]
+        deviation = values["sd"]
+        figure = "–" if mean is None else f"{mean:.4f}"
+        if deviation is not None:
+            figure += f" ± {deviation:.2g}"
+        completed = f"{values['completed']} of {len(values['runs'])}"
+        rows.append([str(number), completed, str(values["n"]), figure])
+    heading, *lines = text_table(rows).split("\n")
+    text = [heading]
+    for line, group, values in zip(lines, groups, contents, strict=True):
+        below = [group.label(LINE - 2)]
+        if values["difference"]:
+            below.append(values["difference"]["text"])
+        below += values["remarks"]
+        text += [line, *(f"  {truncate(part, LINE - 2)}" for part in below)]
+    return text
 
 
 def _remarks(group: Group) -> list[str]:
     """What limits the means, and the runs that they leave out."""
     reason = _unlike(group.scored)
-    found = [reason] if reason else []
+    remarks = [reason] if reason else []
     for run in group.runs:
         if run not in group.scored:
             why = "no finite val_loss" if run in group.completed else run.state
-            found.append(f"{run.name}: {why}, not in the means")
-    return found
+            remarks.append(f"{run.name}: {why}, not in the means")
+    return remarks
 
 
 def _unlike(runs: Sequence[RunRecord]) -> str:
     """Why the scores of these runs do not compare; empty if they do."""
     counts = sorted({str(run.last("val_loss").get(f"val_{run.unit}", "unknown")) for run in runs})
-    return (
-        f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}"
-        if len(counts) > 1
-        else ""
-    )
+    if len(counts) < 2:
+        return ""
+    return f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}"

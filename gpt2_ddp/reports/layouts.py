@@ -1,5 +1,5 @@
-"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that its configuration
-makes."""
+"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that
+its configuration makes."""
 
 import math
 from collections.abc import Mapping, Set
@@ -44,10 +44,10 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
     state = checkpoint.state
     has_stepped = state.step - state.progress.first_step > state.losses.skipped
     if not defect and (layouts or has_stepped):
-        lost = {name for name, kinds in names.items() if kinds} - {
-            key.partition(".")[2] for key in layouts
-        }
-        defect = f"the state of {min(lost)} is missing" if lost else ""
+        with_state = {name for name, kinds in names.items() if kinds}
+        lost = with_state - {key.partition(".")[2] for key in layouts}
+        if lost:
+            defect = f"the state of {min(lost)} is missing"
     return [f"{place}/{OPTIMIZER}: {defect}"] if defect else []
 
 
@@ -56,13 +56,13 @@ def _make_model(
 ) -> nn.Module | str | None:
     """The plain model on the meta device; or why the file cannot have its weights. None for a job
     of one's own, whose model comes with its data."""
-    facts = checkpoint.state.record
+    record = checkpoint.state.record
     layers = config.get("model.n_layer") or 0
     if layers > len(weights):
         return f"{MODEL}: has {len(weights)} tensors for {layers} layers (model.n_layer)"
     with torch.device("meta"), without_init():
         if isinstance(config, TrainingConfig):
-            size = facts["vocab_size"]
+            size = record["vocab_size"]
             if size > sum(map(math.prod, weights.shapes.values())):
                 return f"{STATE}: vocab_size is {size}, more than its weights"
             return kind(config).make_model(size, 0)
@@ -74,9 +74,9 @@ def _make_model(
             return None
         if not config.data.images:
             return MLP(config.data.features, config.model.hidden, 2)
-        if not facts.get("classes") or not facts.get("image_shape"):
+        if not record.get("classes") or not record.get("image_shape"):
             return f"{STATE}: has no classes or no image_shape"
-        return image_model(config, facts)
+        return image_model(config, record)
 
 
 def _state_names(

@@ -25,6 +25,13 @@ PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
 LABEL = 72
 """Most characters of a group in the legend."""
+EVALUATIONS: dict[str, Any] = {
+    "linewidth": 1.6,
+    "marker": "o",
+    "markersize": 4,
+    "markeredgecolor": "black",
+}
+"""How evaluations are drawn."""
 
 Along = Callable[[RunRecord, np.ndarray], np.ndarray]
 """Positions of a run's steps [n] on the x axis [n]."""
@@ -32,21 +39,20 @@ Colors = Mapping[RunRecord, str]
 
 
 def draw(runs: Sequence[RunRecord]) -> Figure:
-    """The figure of runs, along steps, or tokens if they differ in tokens per step and all are
-    known."""
+    """The figure of runs, along steps, or tokens if they differ in tokens per step and
+    all are known."""
     groups = group_runs(runs)
     colors = {run: f"C{number}" for number, group in enumerate(groups) for run in group.runs}
     rates = {round(run.tokens_per_step) for run in runs}
     by_tokens = len(rates) > 1 and 0 not in rates
-    along = RunRecord.tokens_at if by_tokens else lambda run, steps: steps
+    along: Along = RunRecord.tokens_at if by_tokens else _steps_at
     unit = " or ".join(dict.fromkeys(run.unit for run in runs))
     metrics = [metric for metric in PANELS if any(len(run.series(metric)[0]) for run in runs)]
     with matplotlib.rc_context(STYLE):
         rows = len(metrics) // 2 + 1
         figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
-        loss, *others = (
-            figure.add_subplot(rows, 2, number) for number in range(1, len(metrics) + 2)
-        )
+        numbers = range(1, len(metrics) + 2)
+        loss, *others = (figure.add_subplot(rows, 2, number) for number in numbers)
         _draw_loss(loss, colors, along, unit)
         for panel, metric in zip(others, metrics, strict=True):
             panel.set_title(PANELS[metric].format(unit=unit))
@@ -66,29 +72,37 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     return figure
 
 
+def _steps_at(_run: RunRecord, steps: np.ndarray) -> np.ndarray:
+    return steps
+
+
 def _draw_loss(panel: Axes, colors: Colors, along: Along, unit: str) -> None:
-    look = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgecolor": "black"}
     if share_tokens(colors):
-        panel.set_title(
-            "Loss (nats per token, log scale)" if unit == "tokens" else "Loss (log scale)"
-        )
+        nats = "nats per token, " if unit == "tokens" else ""
+        panel.set_title(f"Loss ({nats}log scale)")
         panel.plot([], [], color="gray", alpha=0.6, label="train")
         _plot(panel, colors, "loss_mean", along, alpha=0.6)
-        _plot(panel, colors, "val_loss", along, **look)
+        _plot(panel, colors, "val_loss", along, **EVALUATIONS)
     else:
         panel.set_title("Validation loss (bits per byte, log scale; the tokenizers differ)")
-        _plot(panel, colors, "val_bits_per_byte", along, **look)
-    panel.plot([], [], color="gray", label="validation", **look)
+        _plot(panel, colors, "val_bits_per_byte", along, **EVALUATIONS)
+    panel.plot([], [], color="gray", label="validation", **EVALUATIONS)
     _make_logarithmic(panel)
     panel.legend()
 
 
-def _plot(panel: Axes, colors: Colors, metric: str, along: Along, **look: Any) -> None:
+def _plot(
+    panel: Axes,
+    colors: Colors,
+    metric: str,
+    along: Along,
+    **style: Any,  # noqa: ANN401  of matplotlib
+) -> None:
     """Draws a metric of each run, with gaps at values that are not finite."""
     for run, color in colors.items():
         steps, values = run.series(metric)
-        shown = np.where(np.isfinite(values), values, np.nan) / field_of(metric).scale
-        panel.plot(along(run, steps), shown, color=color, **look)
+        with_gaps = np.where(np.isfinite(values), values, np.nan) / field_of(metric).scale
+        panel.plot(along(run, steps), with_gaps, color=color, **style)
 
 
 def _make_logarithmic(panel: Axes) -> None:

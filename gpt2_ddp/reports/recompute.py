@@ -1,12 +1,14 @@
 """What follows from a run's configuration and data, recomputed: the order's digest, positions and
 learning rates.
 
-The items of each step follow from seed, step size and number of items, so a feed that reads no data
+The items of each step follow from seed, step size and number of items. So a feed that reads no data
 repeats the steps.
 
-A file may claim any step. Two rules bound the work by the size of the rows and of the data. Rows
-come every `tracking.log_every` steps, and at the end of each epoch, so a step far from the row
-before is a defect by itself. And nothing is recomputed after the first row that differs.
+A file may claim any step. Two rules bound the work by the size of the rows and of the data:
+
+- Rows come every `tracking.log_every` steps, and at the end of each epoch. So a step far from the
+  row before is a defect by itself.
+- Nothing is recomputed after the first row that differs.
 """
 
 import math
@@ -27,18 +29,21 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import job_schedule
 
 Record = dict[str, Any]
+Rates = Callable[[int], dict[str, float]]
+"""Step -> learning rates, by their names in rows."""
 MOST_STEPS = 500_000
-"""Most recomputed steps between two rows (a quarter of a minute of work): a file may claim any
-number."""
+"""Most recomputed steps between two rows (a quarter of a minute of work): a file may
+claim any number."""
 
 
 class Recomputed:
     """The data after each step of a run.
 
     Args:
-        config, start: of the run's newest start. Each process of a run writes one, with its
-            configuration.
-        kind, sources: the class of a GPT's task, and the windows of each folder's training split.
+        config: of the run's newest start. Each process of a run writes one.
+        start: that row.
+        kind: the class of a GPT's task.
+        sources: the windows of each folder's training split.
         returns: steps that rollbacks return to.
     """
 
@@ -53,16 +58,13 @@ class Recomputed:
         self.config = config
         self.kind = kind
         self.returns = returns
-        self.rates: Callable[[int], dict[str, float]] = lambda step: {}
+        self.rates: Rates = lambda step: {}
         if isinstance(config, TrainingConfig):
             self.unit = "tokens"
             self.per_item = config.model.block_size
             if not all(map(len, sources)):
-                raise UserError(
-                    "model.block_size",
-                    self.per_item,
-                    f"in {METRICS}: longer than the training split",
-                )
+                hint = f"in {METRICS}: longer than the training split"
+                raise UserError("model.block_size", self.per_item, hint)
             order = kind(config).make_order(sources)
             batch = GlobalBatch(config.global_batch_windows, lambda size: [])
         else:
@@ -92,17 +94,18 @@ class Recomputed:
         elif event == "start":
             # the row of its checkpoint's step may be pending
             self.row_step = max(self.row_step, step - 1)
-        elif (
-            event == "branch" and not self.step
-        ):  # where the parent run was; its own rows confirm that
+        elif event == "branch" and not self.step:
+            # where the parent run was; its own rows confirm that
             self._begin(step, FeedState.model_validate(row))
         elif event == "rollback":
-            if defect := self._too_far(row.get("from", step)):
+            diverged_at = row.get("from", step)
+            if defect := self._too_far(diverged_at):
                 yield f"the rollback to step {step}: {defect}"
                 return
-            self._advance(row.get("from", step))
+            self._advance(diverged_at)
             if not self._goes_back(row):
-                yield f"the rollback to step {step} does not match the skipped positions {row.get('skipped_range')}"
+                positions = f"the skipped positions {row.get('skipped_range')}"
+                yield f"the rollback to step {step} does not match {positions}"
 
     def _check_step(self, row: Record) -> Iterator[str]:
         step = row["step"]
@@ -125,8 +128,10 @@ class Recomputed:
         for name, value in right.items():
             if not is_equal(row.get(name), value):
                 yield f"{name} of step {step} is {row.get(name)}, not {value}"
-        if self.eval_every and ("val_loss" in row) != self._is_evaluated(step, "val_loss" in row):
-            yield f"step {step} has {'a' if 'val_loss' in row else 'no'} val_loss (eval.every = {self.eval_every})"
+        has_loss = "val_loss" in row
+        if self.eval_every and has_loss != self._is_evaluated(step, has_loss):
+            article = "a" if has_loss else "no"
+            yield f"step {step} has {article} val_loss (eval.every = {self.eval_every})"
         for name, value in order.by_source(state, self.unit, self.per_item).items():
             # an older row may have fewer folders, or other names
             if name in row and not is_equal(row[name], value):
@@ -137,40 +142,43 @@ class Recomputed:
         a validation split."""
         if step == self.first_step:
             self.validates = has_loss
-        return self.validates and (
-            step % (self.eval_every or 1) == 0 or step in {self.first_step, *self.lasts}
-        )
+        is_due = step % (self.eval_every or 1) == 0 or step in {self.first_step, *self.lasts}
+        return self.validates and is_due
 
     def state_defects(self, place: str, checkpoint: Checkpoint) -> list[str]:
         """Why a checkpoint, after the last of the rows so far, has not the state of its step."""
         step = checkpoint.step
         pending = checkpoint.state.progress.pending.row
-        reached = self.step, self.row_step, self.feed.state
-        defects = []
+        step_before = self.step
+        row_step_before = self.row_step
+        feed_before = self.feed.state
+        defects: list[str] = []
         if step < self.step:
             defects = [f"step {step} follows step {self.step}"]
         elif defect := self._too_far(step, bool(pending)):
             defects = [defect]
         else:
             if pending and pending.get("step") == step:
-                defects = [
-                    f"progress.pending.row: {defect}" for defect in self._check_step(pending)
-                ]
+                in_row = self._check_step(pending)
+                defects = [f"progress.pending.row: {defect}" for defect in in_row]
             self._advance(step)
             right = self.feed.state
             for name, value in checkpoint.state.feed:
                 if value != getattr(right, name):
                     defects.append(f"feed.{name} is {value}, not {getattr(right, name)}")
-        if self.step > reached[0]:
-            self.feed.seek(reached[2])
-        self.step, self.row_step = reached[:2]
+        # the rows that follow begin where the rows before ended
+        if self.step > step_before:
+            self.feed.seek(feed_before)
+        self.step = step_before
+        self.row_step = row_step_before
         return [f"{place}/{STATE}: {defect}" for defect in defects]
 
     def _begin(self, step: int, state: FeedState) -> None:
         self.feed.seek(state)
-        self.step = self.first_step = step  # that the feed has reached; that the run begins after
+        self.first_step = step  # that the run begins after
+        self.step = step  # that the feed has reached
         self.row_step = step - 1  # of the last row of a step
-        self.stood = {step: [state]}  # states that rollbacks to a step may begin from
+        self.states_at = {step: [state]}  # that rollbacks to a step may begin from
         self.rollbacks = 0
 
     def _too_far(self, step: int, is_pending: bool = False) -> str:
@@ -178,14 +186,14 @@ class Recomputed:
         Empty if it can.
         `is_pending`: the step's own row comes later."""
         every = self.log_every
-        due = step if every is None else (max(self.row_step, self.first_step) // every + 1) * every
+        newest = max(self.row_step, self.first_step)
+        due = step if every is None else (newest // every + 1) * every
         if step - is_pending > due:
-            return (
-                f"step {due} has no row, and there is one every {every} steps (tracking.log_every)"
-            )
+            hint = f"there is one every {every} steps (tracking.log_every)"
+            return f"step {due} has no row, and {hint}"
         epoch_steps = math.ceil(len(self.feed.order) / self.feed.step_size)
         # a step may straddle two epochs
-        if every and step - max(self.row_step, self.first_step) > epoch_steps + 1:
+        if every and step - newest > epoch_steps + 1:
             return f"step {step} follows more than an epoch of {epoch_steps} steps without a row"
         if step - self.step > MOST_STEPS:
             return f"step {step} is more than {MOST_STEPS:,} steps after the row before"
@@ -196,29 +204,27 @@ class Recomputed:
             self.feed.next_step()
             self.step += 1
             if self.step in self.returns:
-                self.stood[self.step] = [self.feed.state]
+                self.states_at[self.step] = [self.feed.state]
 
     def _goes_back(self, row: Record) -> bool:
         """Goes back to the step of a rollback, and skips the data that were read since its
         checkpoint. Returns whether these are those of the row."""
-        self.step = self.row_step = row["step"]
+        self.step = row["step"]
+        self.row_step = row["step"]
         self.rollbacks += 1
         reached = self.feed.state.position
-        known = self.stood.get(self.step, [])
+        states = self.states_at.get(self.step, [])
         # the checkpoint lacks an earlier rollback's range, unless it was saved again since
-        for state in known:
+        for state in states:
             self.feed.seek(state)
             begin = self.feed.next_position
-            is_free = begin < reached and not any(
-                start < reached and begin < stop for start, stop in state.skipped_ranges
-            )
+            overlaps = any(start < reached and begin < stop for start, stop in state.skipped_ranges)
+            is_free = begin < reached and not overlaps
             if is_free and row.get("skipped_range") == [begin, reached]:
                 self.feed.skip_range(begin, reached)
-                known.append(self.feed.state)
-                return (
-                    self.rollbacks <= self.config.rollbacks
-                    and row.get("order_digest") == self.feed.state.order_digest
-                )
+                states.append(self.feed.state)
+                is_right = row.get("order_digest") == self.feed.state.order_digest
+                return is_right and self.rollbacks <= self.config.rollbacks
         return False
 
     def _set_rates(self, row: Record) -> None:
@@ -228,19 +234,29 @@ class Recomputed:
         self.log_every = None if has_own_rows else config.tracking.log_every
         if isinstance(config, TrainingConfig):
             self.eval_every = None if has_own_rows else config.eval.every
-            optim = config.optim
-            schedule = self.kind(config).schedule
-            is_known = optim.decay_steps is not None or optim.schedule == "constant"
-            self.rates = lambda step: (
-                schedule(step) if is_known or step < optim.warmup_steps else {}
-            )
+            self.rates = _gpt_rates(config, self.kind(config).schedule)
         else:
             assert isinstance(config, JobConfig), "the other kinds"
             rate = job_schedule(config, math.ceil(len(self.feed.order) / self.feed.step_size))
             self.rates = lambda step: {"lr": rate(step)}
 
 
-def is_equal(found: Any, right: Any) -> bool:
+def _gpt_rates(config: TrainingConfig, schedule: Rates) -> Rates:
+    """The learning rates of each step. None where they follow from the length of the run, which
+    `train.minutes` has not settled yet."""
+    optim = config.optim
+    is_settled = optim.decay_steps is not None or optim.schedule == "constant"
+
+    def rates(step: int) -> dict[str, float]:
+        if is_settled or step < optim.warmup_steps:
+            return schedule(step)
+        return {}
+
+    return rates
+
+
+def is_equal(found: object, right: object) -> bool:
     """Whether a value in a row is the recomputed one; floats up to rounding."""
-    is_float = isinstance(found, float) and isinstance(right, float)
-    return found == right or (is_float and math.isclose(found, right, rel_tol=1e-12))
+    if isinstance(found, float) and isinstance(right, float):
+        return math.isclose(found, right, rel_tol=1e-12)
+    return found == right

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -67,34 +67,34 @@ class Span(NamedTuple):
 
 
 def plan(run: Path, steps: str) -> Span:
-    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the
-    checkpoints."""
+    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which
+    names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
     near = [row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop]
     rows = {row["step"]: row for row in valid_rows(near)}
     last = next((step for step in checkpoints if step > start), max(rows, default=start))
     if start not in checkpoints or not start < stop <= last or stop not in {*rows, last}:
-        there = ", ".join(map(str, checkpoints)) or "none"
-        raise UserError(
-            "replay",
-            steps,
-            f"begin at a checkpoint ({there}), and end at the next or at a row before it",
-        )
-    back = next((row for row in reversed(near) if is_rollback(row) and row["step"] <= start), {})
-    return Span(start, stop, rows, back.get("skipped_range") if back.get("step") == start else None)
+        choices = ", ".join(map(str, checkpoints)) or "none"
+        hint = f"begin at a checkpoint ({choices}), and end at the next or at a row before it"
+        raise UserError("replay", steps, hint)
+    rollbacks = [row for row in near if is_rollback(row) and row["step"] <= start]
+    skipped = None
+    if rollbacks and rollbacks[-1]["step"] == start:
+        skipped = rollbacks[-1].get("skipped_range")
+    return Span(start, stop, rows, skipped)
 
 
 def replay(
     run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpoint], command: VerifyConfig
 ) -> Finding:
-    """Trains the span again. Compares rows and, where it ends at one of the `intact` checkpoints,
-    weights and optimizer state. `settings`: configuration after the newest one. Raises: UserError
-    if the data are not those of the run, or this machine cannot train it; SystemExit 75 after a
-    signal."""
-    what = f"replay from step {span.start} to {span.stop}"
+    """Trains the span again. Compares rows and, where it ends at one of the `intact`
+    checkpoints, weights and optimizer state. `settings`: configuration after the newest one.
+    Raises: UserError if the data are not those of the run, or this machine cannot train it;
+    SystemExit 75 after a signal."""
+    name = f"replay from step {span.start} to {span.stop}"
     if span.start not in intact:
-        return what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
+        return name, [f"{name}: its checkpoint is damaged, so it cannot be trained again"]
     begin = intact[span.start]
     end = intact.get(span.stop)
     # the next checkpoint has the settings of these steps, which may differ from those before a stop
@@ -103,43 +103,41 @@ def replay(
     state = maker.state.record
     code = trusted(maker, command.trust_run_code)
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(
-            begin.kind, after.config if after else settings, folder, command.data, state
-        )
+        saved_config = after.config if after else settings
+        config = _config(begin.kind, saved_config, folder, command.data, state)
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
         shutil.copytree(begin.path.resolve(), copy, copy_function=os.symlink)
         log = begin.state.log  # a resume expects the rows before its checkpoint
         (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
-        has_bits = end is not None and not reasons
-        if (
-            run_processes(_train_again, processes, config, span, has_bits, state["threads"], code)
-            == "stopped"
-        ):
+        compares_tensors = end is not None and not reasons
+        outcome = run_processes(
+            _train_again, processes, config, span, compares_tensors, state["threads"], code
+        )
+        if outcome == "stopped":
             raise SystemExit(STOPPED)
         new = valid_rows(row for row in _rows(again) if row["step"] in span.rows)
         defects = compare_rows(span.rows, {row["step"]: row for row in new}, exact=not reasons)
-        if end and has_bits:
+        if end and compares_tensors:
             ours = verify(again / "checkpoints" / end.path.name)
-            for name in (MODEL, OPTIMIZER):
-                if end.sha256(name) != ours.sha256(name):
-                    defects.append(
-                        f"{(end.path / name).relative_to(run)}: has other bits when trained again"
-                    )
-    compared = f"rows: {len(span.rows)}{', and all tensors' * has_bits}"
-    how = (
-        f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared"
-        if reasons
-        else "bit for bit"
-    )
-    return f"{what}, processes: {processes}, {compared}, {how}", defects
+            for file in (MODEL, OPTIMIZER):
+                if end.sha256(file) != ours.sha256(file):
+                    path = (end.path / file).relative_to(run)
+                    defects.append(f"{path}: has other bits when trained again")
+    compared = f"rows: {len(span.rows)}"
+    exactness = "bit for bit"
+    if compares_tensors:
+        compared += ", and all tensors"
+    if reasons:
+        exactness = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared"
+    return f"{name}, processes: {processes}, {compared}, {exactness}", defects
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     """Differences between a run's rows and the replayed ones: all bits, or, if not `exact`, sums
     over ranks to a tolerance."""
-    defects = []
+    defects: list[str] = []
     for step, row in sorted(rows.items()):
         if step not in again:
             defects.append(f"{METRICS}: step {step} has no row when trained again")
@@ -147,20 +145,24 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
         for name in {**other, **row}:
             old = row.get(name)
             new = other.get(name)
-            kind = field_of(name).kind
-            is_close = (
-                isinstance(old, float)
-                and isinstance(new, float)
-                and math.isclose(old, new, rel_tol=NEARLY)
-            )
-            is_near = not exact and (kind == "counted" or is_close)
-            # a source's folder may have another name here
-            is_renamed = "/" in name and None in (old, new)
-            if old != new and kind not in ("measured", "own") and not is_near and not is_renamed:
-                defects.append(
-                    f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again"
-                )
+            if not _is_repeated(name, old, new, exact):
+                difference = f"is {old}, but {new} when trained again"
+                defects.append(f"{METRICS}: {name} of step {step} {difference}")
     return defects
+
+
+def _is_repeated(name: str, old: object, new: object, exact: bool) -> bool:
+    """Whether a field has its value again, as far as its kind promises that."""
+    kind = field_of(name).kind
+    # a source's folder may have another name here
+    is_renamed = "/" in name and (old is None or new is None)
+    if old == new or kind in ("measured", "own") or is_renamed:
+        return True
+    if exact:
+        return False
+    if isinstance(old, float) and isinstance(new, float) and kind != "counted":
+        return math.isclose(old, new, rel_tol=NEARLY)
+    return kind == "counted"
 
 
 @dataclass
@@ -172,7 +174,7 @@ class ReplayTask:
     _span: Span
     _save: bool
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever the task has
         return getattr(self._task, name)
 
     def total_steps(self, epoch_size: int | None) -> int:
@@ -181,11 +183,10 @@ class ReplayTask:
     def load_state_dict(self, state: TaskState) -> None:
         """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
         self._task.load_state_dict(state)
-        if (
-            self._span.skipped
-            and tuple(self._span.skipped) not in self._task.feed.state.skipped_ranges
-        ):
-            self._task.feed.skip_range(*self._span.skipped)
+        feed = self._task.feed
+        skipped = self._span.skipped
+        if skipped and tuple(skipped) not in feed.state.skipped_ranges:
+            feed.skip_range(*skipped)
 
     def due(self, step: int, last: bool) -> Due:
         row = self._span.rows.get(step, {})
@@ -199,10 +200,10 @@ def _train_again(
     if isinstance(config, TrainingConfig):
         make = code.load(Pretraining) if code else Pretraining
 
-    def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
+    def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Task:
         # each number has its own order of sums
         torch.set_num_threads(threads or torch.get_num_threads())
-        return ReplayTask(make(config, accelerator, saved), span, save)
+        return cast(Task, ReplayTask(make(config, accelerator, saved), span, save))
 
     with redirect_stdout(sys.stderr):  # standard output is the verdict's
         return train(config, make_task).outcome
@@ -240,20 +241,19 @@ def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
     device = pick_device(config.train.device, "train.")
     trained = state["processes"]
     fits = device.type != "cuda" or trained <= torch.cuda.device_count()
-    here: Record = {
+    now: Record = {
         "torch": torch.__version__,
         "device": device_name(device),
         "processes": trained if fits else 1,
     }
-    there = here | state["versions"] | {"device": state["device"], "processes": trained}
-    reasons = [f"the run had {name} {there[name]}" for name in here if here[name] != there[name]]
+    before = now | state["versions"] | {"device": state["device"], "processes": trained}
+    reasons = [f"the run had {name} {before[name]}" for name in now if now[name] != before[name]]
     if device.type == "cuda" and not config.train.deterministic:
         reasons.append("GPU results are repeatable only with train.deterministic")
-    devices = {here["device"], there["device"]}
+    devices = {now["device"], before["device"]}
     draws_others = not fits or (len(devices) > 1 and "cpu" in devices)
     if draws_others and config.model_dump()["model"].get("dropout"):
-        hint = f"its dropout depends on its {trained} processes and on {there['device']}"
-        raise UserError(
-            "replay", config.kind, f"{hint}; replay it on the same number and kind of devices"
-        )
-    return here["processes"], reasons
+        problem = f"its dropout depends on its {trained} processes and on {before['device']}"
+        hint = "replay it on the same number and kind of devices"
+        raise UserError("replay", config.kind, f"{problem}; {hint}")
+    return now["processes"], reasons

@@ -23,10 +23,11 @@ from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
 UNKNOWN = "–"
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
 SAMPLED_STEPS = 12
+"""Newest steps of a run whose samples are shown."""
 SAMPLES = 8
+"""Samples shown of each step."""
 SAMPLE_LENGTH = 3000
-"""Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs'
-samples of it."""
+"""Characters of all runs' samples of a step."""
 
 
 def report(config: ReportConfig) -> int:
@@ -42,16 +43,18 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
     """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not
     at all. If `output` is FOLDER/NAME.json, writes that file, too, with the groups of runs. Returns
     the path of NAME.html. Missing and torn rows and files are omitted, with a note on the page.
-    Raises: UserError if a folder has no metrics to show, or `output` cannot be written."""
+
+    Raises: UserError if a folder has no metrics to show, or `output` cannot be written.
+    """
     loaded = read_runs(runs)
     png = as_png(draw(loaded))
     files = {"png": png, "html": page(loaded, png).encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
-        text = json.dumps(
-            {"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2
-        )
+        groups = {"groups": content(group_runs(loaded))}
+        text = json.dumps(groups, ensure_ascii=False, default=str, indent=2)
         files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
-        output, name = output.parent, output.stem
+        name = output.stem
+        output = output.parent
     make_output_folder(output)
     for kind, data in files.items():
         write_atomically(output / f"{name}.{kind}", [data])
@@ -61,16 +64,20 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
 def page(runs: Sequence[RunRecord], png: bytes) -> str:
     """The document, from page.html: the figure, and the content of the runs' files, escaped."""
     body = [f'<figure><img src="data:image/png;base64,{b64encode(png).decode()}"></figure>']
-    if len(groups := group_runs(runs)) < len(runs):
+    groups = group_runs(runs)
+    if len(groups) < len(runs):
         text = escape("\n".join(describe(groups)))
         body += ["<h2>Groups of runs that differ only in their seed</h2>", f"<pre>{text}</pre>"]
     settings = differing(runs)
-    body += ["<h2>Newest values</h2>", _by_run({run.name: _newest(run, settings) for run in runs})]
+    newest = {run.name: _newest(run, settings) for run in runs}
+    body += ["<h2>Newest values</h2>", _by_run(newest)]
     for run in runs:
         body += _samples(run, SAMPLE_LENGTH // len(runs))
-    body += ["<h2>Start and configuration</h2>", _by_run({run.name: _origin(run) for run in runs})]
-    if notes := [f"<p>{escape(f'{run.name}: {note}')}</p>" for run in runs for note in run.notes]:
-        body += ["<h2>Not in this report</h2>", *notes]
+    origins = {run.name: _origin(run) for run in runs}
+    body += ["<h2>Start and configuration</h2>", _by_run(origins)]
+    notes = [escape(f"{run.name}: {note}") for run in runs for note in run.notes]
+    if notes:
+        body += ["<h2>Not in this report</h2>", *(f"<p>{note}</p>" for note in notes)]
     title = escape(truncate(f"Training report: {', '.join(run.name for run in runs)}"))
     frame = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return frame.replace("{title}", title).replace("{body}", "\n".join(body))
@@ -84,10 +91,11 @@ def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:
-        if row := run.last(name):
-            cells[name] = _value(name, row[name]) + (
-                f" at step {row['step']:,}" if row["step"] != end else ""
-            )
+        row = run.last(name)
+        if row:
+            cells[name] = _value(name, row[name])
+            if row["step"] != end:
+                cells[name] += f" at step {row['step']:,}"
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
     return cells
@@ -95,18 +103,18 @@ def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
 
 def _origin(run: RunRecord) -> dict[str, str]:
     """A run's newest start, and all settings."""
-    return {
-        name: _text(value)
-        for name, value in ({name: run.start.get(name) for name in ORIGIN} | run.config).items()
-    }
+    values = {name: run.start.get(name) for name in ORIGIN} | run.config
+    return {name: _text(value) for name, value in values.items()}
 
 
 def _samples(run: RunRecord, length: int) -> list[str]:
     """A run's samples, step by step, those of the last step open."""
     steps = [(step, [*rows]) for step, rows in groupby(run.samples, key=lambda row: row["step"])]
     parts = [f"<h2>Samples of {escape(run.name)}</h2>"] if steps else []
-    for number, (step, rows) in enumerate(steps[: -SAMPLED_STEPS - 1 : -1]):
-        parts.append(f"<details{'' if number else ' open'}><summary>step {step:,}</summary>")
+    newest_first = steps[: -SAMPLED_STEPS - 1 : -1]
+    for number, (step, rows) in enumerate(newest_first):
+        tag = "details" if number else "details open"
+        parts.append(f"<{tag}><summary>step {step:,}</summary>")
         for row in rows[:SAMPLES]:
             text = row["text"][:length]
             parts.append(f"<b>{escape(str(row.get('prompt', '')))}</b><pre>{escape(text)}</pre>")
@@ -129,17 +137,17 @@ def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
 def _value(name: str, value: object) -> str:
     """The value of a field, in its unit."""
     field = field_of(name)
-    return (
-        f"{_number(value / field.scale)} {field.unit}"
-        if field.unit and is_finite(value)
-        else _number(value)
-    )
+    if field.unit and is_finite(value):
+        return f"{_number(value / field.scale)} {field.unit}"
+    return _number(value)
 
 
 def _number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.5g}"
-    return f"{value:,}" if type(value) is int else _text(value)
+    if type(value) is int:
+        return f"{value:,}"
+    return _text(value)
 
 
 def _text(value: object) -> str:

@@ -35,8 +35,8 @@ LARGEST = 3.4e38  # about the largest number in fp32
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The readable content of a run folder. In the names of metrics, `tokens` stands for the run's
-    unit."""
+    """The readable content of a run folder. In the names of metrics, `tokens` stands for
+    the run's unit."""
 
     name: str
     # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not
@@ -56,14 +56,10 @@ class RunRecord:
     @cached_property
     def unit(self) -> str:
         """What steps count: tokens, or a job's samples."""
-        return next(
-            (
-                name.removesuffix("_per_second")
-                for name in self.fields
-                if name.endswith("_per_second")
-            ),
-            "tokens",
-        )
+        for name in self.fields:
+            if name.endswith("_per_second"):
+                return name.removesuffix("_per_second")
+        return "tokens"
 
     def last(self, metric: str) -> Row:
         """The last row with a value of `metric`, or an empty one."""
@@ -73,14 +69,13 @@ class RunRecord:
     def best(self) -> Row:
         """The row with the lowest val_loss, or an empty one. Losses over other tokens than the last
         do not compare."""
-        scored = f"val_{self.unit}"
-        number = self.last("val_loss").get(scored)
-        alike = (
-            row for row in self.rows if row.get(scored) == number and is_finite(row.get("val_loss"))
-        )
+        units = f"val_{self.unit}"
+        newest = self.last("val_loss").get(units)
+        scored = [row for row in self.rows if is_finite(row.get("val_loss"))]
+        alike = [row for row in scored if row.get(units) == newest]
         return min(alike, key=lambda row: row["val_loss"], default={})
 
-    @cache  # noqa: B019, a report lives as long as its process
+    @cache  # noqa: B019  a report lives as long as its process
     def series(self, metric: str) -> Series:
         """`metric` in the rows that hold a number, finite or not, by rising step. Above fp32's
         range, it is infinite."""
@@ -114,11 +109,11 @@ class RunRecord:
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
-        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known
-        `tokens_per_step`."""
-        places, tokens = self.series("tokens")
+        """Tokens until each of the steps [n], between rows in proportion [n]. Needs
+        a known `tokens_per_step`."""
+        known_steps, tokens = self.series("tokens")
         finite = np.isfinite(tokens)
-        return np.interp(steps, places[finite], tokens[finite])
+        return np.interp(steps, known_steps[finite], tokens[finite])
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
@@ -131,48 +126,43 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 def share_tokens(runs: Iterable[RunRecord]) -> bool:
     """Whether losses per token can be compared: all known tokenizers are the same."""
-    return (
-        len({str(run.start["tokenizer_sha256"]) for run in runs if "tokenizer_sha256" in run.start})
-        < 2
-    )
+    starts = [run.start for run in runs]
+    hashes = {str(start["tokenizer_sha256"]) for start in starts if "tokenizer_sha256" in start}
+    return len(hashes) < 2
 
 
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / METRICS):
-        hint = (
-            no_such_folder(folder)
-            or f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
-        )
-        raise UserError("runs", folder, hint)
+        hint = f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
+        raise UserError("runs", folder, no_such_folder(folder) or hint)
     notes: list[str] = []
     lines = _read_rows(folder / METRICS, notes)
     rows = valid_rows(lines)
     if not rows:
-        raise UserError(
-            "runs",
-            folder,
-            "has no complete row in metrics.jsonl yet; wait for one, or name another run",
-        )
+        hint = "has no complete row in metrics.jsonl yet; wait for one, or name another run"
+        raise UserError("runs", folder, hint)
     config = flat(_read(folder / CONFIG, lambda file: read_yaml(str(file)), notes))
     events = [*filter(is_event, lines)]
     # runs of equal minutes belong together, whatever steps they had the time for
     for event in events:
         match event:
-            case {"event": "length", "steps": steps, "minutes": minutes} if steps == config.get(
-                "train.steps"
-            ):
-                config |= {"train.minutes": minutes, "train.steps": None, "optim.decay_steps": None}
+            case {"event": "length", "steps": steps, "minutes": minutes}:
+                if steps == config.get("train.steps"):
+                    config["train.minutes"] = minutes
+                    config |= {"train.steps": None, "optim.decay_steps": None}
+            case _:
+                pass
     status = _read(folder / STATUS, read_json, notes)
     if status.get("state") == "running":  # it may have been killed since
-        found = health(folder)
-        status |= {"state": found.state, "reason": found.detail}
+        now = health(folder)
+        status |= {"state": now.state, "reason": now.detail}
     samples = [row for row in valid_rows(lines, "sample") if isinstance(row.get("text"), str)]
     return RunRecord(name, rows, events, config, status, samples, notes)
 
 
 def _read_rows(file: Path, notes: list[str]) -> list[Row]:
     """All rows with a step; `notes` get the number of other lines."""
-    rows = []
+    rows: list[Row] = []
     unreadable = 0
     for line in read_lines(file):
         row = line.row
@@ -184,7 +174,7 @@ def _read_rows(file: Path, notes: list[str]) -> list[Row]:
         row |= {
             name: math.nan
             for name, value in row.items()
-            if value is None and not field_of(name).kind
+            if value is None and field_of(name).kind == "repeated"
         }
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
@@ -198,7 +188,8 @@ def _read(file: Path, read: Callable[[Path], Row], notes: list[str]) -> Row:
     """The content of a file; empty, with a note, for a missing or unreadable one."""
     with suppress(UserError, OSError, ValueError):
         return read(file)
-    notes.append(f"{file.name}: {'unreadable' if os.path.lexists(file) else 'missing'}")
+    problem = "unreadable" if os.path.lexists(file) else "missing"
+    notes.append(f"{file.name}: {problem}")
     return {}
 
 

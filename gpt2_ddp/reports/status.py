@@ -4,7 +4,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
@@ -42,17 +42,14 @@ class Health(NamedTuple):
 
 
 def show_status(config: StatusConfig) -> int:
-    """The command: prints a line for each run among the folders. Raises: UserError if none is a
-    run."""
+    """The command: prints a line for each run among the folders. Raises: UserError if none
+    is a run."""
     folders = [Path(run) for run in config.runs] or sorted(Path("runs").glob("*"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
         folder = folders[0] if folders else Path("runs")
-        hint = (
-            no_such_folder(folder)
-            or f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
-        )
-        raise UserError("runs", folder, hint)
+        hint = f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
+        raise UserError("runs", folder, no_such_folder(folder) or hint)
     width = max(len(str(folder)) for folder in runs)
     for folder in runs:
         print(truncate(f"{folder!s:{width}}  {describe(folder)}".rstrip(), LINE))
@@ -62,28 +59,24 @@ def show_status(config: StatusConfig) -> int:
 def describe(folder: Path, now: float | None = None) -> str:
     """State, step and total, age, losses, time left or the checkpoint to resume from, and details
     of a run. `now`: as for `health`."""
-    found = health(folder, now)
+    current = health(folder, now)
     events, _ = read_events(folder / METRICS)
     total = next((row["steps"] for row in reversed(events) if type(row.get("steps")) is int), None)
     row = _newest_row(folder / METRICS)
-    step = (
-        max(found.step, row.get("step", 0))
-        if found.state in ("running", "stalled", "dead")
-        else found.step
-    )
-    step = f"{step}/{total}" if total else str(step)  # the status is some seconds old
-    age = timedelta(seconds=round(found.age))
-    parts = [_losses(row)]
-    if found.state == "running" and total and (left := _time_left(row, total)):
+    step = current.step
+    if current.state in ("running", "stalled", "dead"):
+        step = max(step, row.get("step", 0))  # the status is some seconds old
+    steps = f"{step}/{total}" if total else str(step)
+    age = timedelta(seconds=round(current.age))
+    parts = [f"{current.state:9}", f"step {steps:>13}", f"{age!s:>8} ago", _losses(row)]
+    left = _time_left(row, total) if current.state == "running" and total else None
+    if left:
         parts.append(f"{left} left")
-    if found.state in RESUMABLE:
+    if current.state in RESUMABLE:
         saved = _newest_checkpoint(folder, events)
         parts.append("no checkpoint" if saved is None else f"resumes from step {saved}")
-    return "  ".join(
-        filter(
-            None, [f"{found.state:9}", f"step {step:>13}", f"{age!s:>8} ago", *parts, found.detail]
-        )
-    )
+    parts.append(current.detail)
+    return "  ".join(filter(None, parts))
 
 
 def _newest_row(file: Path) -> dict[str, Any]:
@@ -110,13 +103,11 @@ def _time_left(row: dict[str, Any], total: int) -> timedelta | None:
 
 
 def _newest_checkpoint(folder: Path, events: list[dict[str, Any]]) -> int | None:
-    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one in the
-    rows."""
-    folders = [
-        place.parent.name.removeprefix("step-")
-        for place in folder.glob("checkpoints/step-*/manifest.json")
-    ]
-    steps = [int(name) for name in folders if name.isdecimal()]
+    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one
+    in the rows."""
+    manifests = folder.glob("checkpoints/step-*/manifest.json")
+    numbers = [manifest.parent.name.removeprefix("step-") for manifest in manifests]
+    steps = [int(number) for number in numbers if number.isdecimal()]
     if not (folder / "checkpoints").is_dir():
         steps = [row["step"] for row in events if row["event"] == "checkpoint"][-1:]
     return max(steps, default=None)
@@ -136,31 +127,28 @@ def health(folder: Path, now: float | None = None) -> Health:
         progress = float(status.get("progress", written))
         limit = float(status.get("limit", 0))
         at = f"at {status.get('stage', 'its beginning')}"
-        facts = {
-            name: kind(status[name])
-            for name, kind in Process.__annotations__.items()
-            if state == "running"
-        }
+        identity = {}  # of the process
+        if state == "running":
+            identity = {name: kind(status[name]) for name, kind in get_type_hints(Process).items()}
         # false for NaN
         if not all(abs(number) < LATEST for number in (step, beat, progress, limit)):
             raise ValueError
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return Health("unknown", 0, now - written, f"{STATUS} is damaged")
-    if not facts:
-        words = (
-            f"a trainer is starting; the run was {state}"
-            if is_locked(folder)
-            else reason.partition("\n")[0]
-        )
-        return Health("starting" if is_locked(folder) else state, step, now - written, words)
+    if not identity:
+        if is_locked(folder):
+            was = f"a trainer is starting; the run was {state}"
+            return Health("starting", step, now - written, was)
+        return Health(state, step, now - written, reason.partition("\n")[0])
     # another machine's clock may be ahead
     beat = min(beat, now)
     progress = min(progress, now)
-    who = Process(**facts)
+    process = Process(**identity)
     is_silent = now - beat > SILENT
-    if who.is_gone or (is_silent and not who.is_here):
+    if process.is_gone or (is_silent and not process.is_here):
         state = "dead"
     elif is_silent or now - progress > max(limit, SILENT):
         state = "stalled"
-    words = f"{at}, pid {who.pid} on {who.host}, last heartbeat {max(now - beat, 0):.0f} s ago"
-    return Health(state, step, now - progress, words)
+    heartbeat = f"last heartbeat {max(now - beat, 0):.0f} s ago"
+    detail = f"{at}, pid {process.pid} on {process.host}, {heartbeat}"
+    return Health(state, step, now - progress, detail)

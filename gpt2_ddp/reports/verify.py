@@ -1,10 +1,15 @@
-"""The seal of a run: the chain of its rows, and what their hashes pin. docs/verify.md lists what
-each check finds.
+"""The checks of verify_run.py. docs/verify.md lists what each check finds.
 
-A row's chain is a hash of all rows before it, so what a sound chain holds needs no rule of its own.
-The rows pin the checkpoints, the configuration and the data. What follows from these is recomputed
-(`recompute`), and steps can be trained again (`replay`). A broken chain pins nothing, so nothing is
-compared with its rows.
+    rows of metrics.jsonl      each row's chain is a hash of it and of all rows before
+      |- checkpoints           hash of the manifest, which has the hashes of the files
+      |   '- states            compared with the rows (`states`), tensors with the model (`layouts`)
+      |- config.yaml           equal to the newest row with a configuration
+      |- data                  hash of the manifest, which has the hashes of the shards
+      |   '- order             recomputed from seed and data (`recompute`)
+      '- losses and weights    trained again, if asked for (`replay`)
+
+A right chain confirms its rows. A broken chain confirms nothing, so nothing is compared
+with its rows.
 """
 
 import os
@@ -13,7 +18,7 @@ from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -41,17 +46,16 @@ from gpt2_ddp.records.rows import (
 from gpt2_ddp.reports.layouts import tensor_defects
 from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
-from gpt2_ddp.reports.states import Known, config_differences
+from gpt2_ddp.reports.states import Expected, config_differences
 from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.user_task import trusted
 
 LINE = 1000
-"""Most characters of a printed line: names and values in the files may hold newlines and escapes,
-to imitate others."""
-
-
+"""Most characters of a printed line. Names and values in the files may hold newlines and escapes,
+which would imitate other lines."""
 STATES = "checkpoints: state and tensors of {} are those of the rows and the configuration"
+"""What is printed of the check of this number of checkpoints."""
 MOST_RANGES = 200
 """Most skipped ranges of a branch, far above its parents' rollbacks: each costs time in each
 recomputed step."""
@@ -73,6 +77,13 @@ class Row(FeedState, strict=True):
     rejected: list[str] = Field([])
 
 
+class LogEnd(NamedTuple):
+    """Where a row of metrics.jsonl ends."""
+
+    events: int  # number of events up to the row
+    bytes: int  # length of the file up to there
+
+
 class Log:
     """The rows of metrics.jsonl, up to the first that breaks the chain. `rows` reads them again, so
     the memory holds events alone.
@@ -81,19 +92,21 @@ class Log:
         chains: chains to look for.
 
     Attributes:
-        chain, last: of the last row, and that row.
-        seen: of each of `chains`, the number of events up to its row, and the bytes. loose: number
-            of steps' rows after all of them.
+        chain: of the last row.
+        last: the last row.
+        ends: where the row of each of `chains` ends, by the chain.
+        loose: number of steps' rows after all of them.
         defects: why the chain is broken; a torn last line after a kill is allowed.
     """
 
     def __init__(self, file: Path, chains: Collection[str]):
         # the same file, if a resume replaces it
         self._stream = file.open("rb") if file.is_file() else BytesIO()
-        self._count = self.loose = 0
+        self._count = 0
+        self.loose = 0
         self.chain = FIRST_CHAIN
         self.events: list[Record] = []
-        self.seen = {FIRST_CHAIN: (0, 0)}
+        self.ends = {FIRST_CHAIN: LogEnd(0, 0)}
         self.last: Record = {}
         self.defects: list[str] = []
         for number, line in enumerate(parse_lines(lines_of(self._stream)), 1):
@@ -109,14 +122,12 @@ class Log:
             Row.model_validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
-            self.defects.append(
-                f"{place}: is no row: {'.'.join(map(str, first['loc']))} is {first['input']}"
-            )
+            field = ".".join(map(str, first["loc"]))
+            self.defects.append(f"{place}: is no row: {field} is {first['input']}")
             return
         if not chain or chain != next_chain(self.chain, text):
-            self.defects.append(
-                f"{place}: its chain is wrong: this row was changed, or one before it is missing"
-            )
+            problem = "its chain is wrong: this row was changed, or one before it is missing"
+            self.defects.append(f"{place}: {problem}")
             return
         self.chain = chain
         self.last = row
@@ -126,7 +137,7 @@ class Log:
         else:
             self.loose += 1
         if chain in chains:
-            self.seen[chain] = len(self.events), self._stream.tell()
+            self.ends[chain] = LogEnd(len(self.events), self._stream.tell())
             self.loose = 0
 
     def named(self, event: str) -> list[Record]:
@@ -148,32 +159,37 @@ def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the
     defects of each check, and a `note` for what could not be checked. With `--replay`, trains a
     part of the run again.
-    Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in
-    `--data`."""
+
+    Raises: UserError for a missing run, for steps that cannot be replayed, or for other
+    data in `--data`.
+    """
     run = Path(command.run)
     n_defects = 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
         raise UserError("run", run, hint)
     if not os.path.lexists(run / METRICS) and os.path.isfile(run / MANIFEST):
-        raise UserError(
-            "run", run, f"is a checkpoint; name its run folder, {run.resolve().parent.parent}"
-        )
+        hint = f"is a checkpoint; name its run folder, {run.resolve().parent.parent}"
+        raise UserError("run", run, hint)
     span = plan(run, command.replay) if command.replay else None
-    for what, defects in _check(run, command, span):
-        lines = [f"defect  {defect}" for defect in defects or ()]
-        n_defects += len(lines)
-        for line in lines or [f"{'note' if defects is None else 'ok':8}{what}"]:
+    for check, defects in _check(run, command, span):
+        if defects is None:
+            lines = [f"note    {check}"]
+        elif defects:
+            lines = [f"defect  {defect}" for defect in defects]
+            n_defects += len(defects)
+        else:
+            lines = [f"ok      {check}"]
+        for line in lines:
             print(truncate(line, LINE))
-    print(
-        truncate(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}", LINE)
-    )
+    verdict = f"not intact, defects: {n_defects}" if n_defects else "intact"
+    print(truncate(f"{run} is {verdict}", LINE))
     return 1 if n_defects else 0
 
 
 def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
-    """Reads the run's files, and checks them. A running training writes a row after its
-    checkpoint."""
+    """Reads the run's files, and checks them. A running training writes a row
+    after its checkpoint."""
     settings = _read_settings(run)
     folders = list_checkpoints(run / "checkpoints")
     checkpoints, wrong = _read_checkpoints(run, folders)
@@ -182,7 +198,7 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
     yield f"{METRICS}: all rows chained by hashes up to {log.chain}", log.defects
     if command.anchor:
         lost = [f"{METRICS}: lacks the anchor: rows were rewritten or cut off"]
-        yield "the anchor is the chain of a row", [] if command.anchor in log.seen else lost
+        yield "the anchor is the chain of a row", [] if command.anchor in log.ends else lost
     pinned: dict[str, Checkpoint] = {}
     if not log.defects:
         wrong += _check_folder(run / "checkpoints", log.events, steps_of(folders))
@@ -193,16 +209,12 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
                 pinned[place] = checkpoint
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     if log.defects:
-        yield (
-            "configuration, data, order and learning rates: not checked, since the chain is broken",
-            None,
-        )
+        unchecked = "configuration, data, order and learning rates"
+        yield f"{unchecked}: not checked, since the chain is broken", None
         return
     if log.loose:
-        yield (
-            f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet",
-            None,
-        )
+        newer = f"the last {log.loose} rows are newer than the newest checkpoint"
+        yield f"{newer}: no checkpoint confirms them yet", None
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
     is_right = yield from _check_training(log, pinned, command)
     for branch in log.named("branch"):
@@ -221,6 +233,7 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
 
 
 def _read_settings(run: Path) -> Record | str:
+    """The content of config.yaml, or why it cannot be read."""
     try:
         return read_yaml(str(run / CONFIG), CONFIG)
     except UserError as error:
@@ -233,7 +246,7 @@ def _read_checkpoints(
     """The checkpoints whose files have the hashes of their manifest, by their place in the run
     folder, and the defects of the others. The oldest is first."""
     checkpoints: dict[str, Checkpoint] = {}
-    defects = []
+    defects: list[str] = []
     for folder in folders:
         try:
             checkpoints[f"checkpoints/{folder.name}"] = verify(folder)
@@ -243,48 +256,51 @@ def _read_checkpoints(
     return checkpoints, defects
 
 
-def _check_folder(folder: Path, events: Sequence[Record], found: Sequence[int]) -> Iterator[str]:
-    """Checkpoints that the rows keep and that are missing, also in the steps `found` before the
-    rows were read; and those that a start or a rollback rejected. A running training records a
-    deletion first."""
+def _check_folder(folder: Path, events: Sequence[Record], listed: Sequence[int]) -> Iterator[str]:
+    """Yields the checkpoints that the rows keep and that are missing; and those that a start or a
+    rollback rejected. `listed`: steps in the folder before the rows were read. A running training
+    may have deleted one of these since, and written its row first."""
     kept: list[int] = []
     for row in events:
         if is_rollback(row):
             kept = [step for step in kept if step <= row["step"]]
         kept = row.get("kept", kept)
-    names = {step: f"step-{step:08d}" for step in kept if step not in found}
-    yield from (
-        f"checkpoints/{name}: is missing" for name in names.values() if not (folder / name).is_dir()
-    )
+    for step in dict.fromkeys(kept):
+        name = f"step-{step:08d}"
+        if step not in listed and not (folder / name).is_dir():
+            yield f"checkpoints/{name}: is missing"
     rejected = {file.name for file in folder.glob("step-*.rejected*")}
-    for name in sorted(rejected.union(*(row.get("rejected", []) for row in events))):
-        yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
+    for row in events:
+        rejected |= set(row.get("rejected", ()))
+    for name in sorted(rejected):
+        problem = f"is not what {METRICS} recorded; a start or a rollback rejected it"
+        yield f"checkpoints/{name}: {problem}"
 
 
 def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
     """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if
     all is right."""
-    end = checkpoint.state.log
-    if end.chain not in log.seen:
+    saved = checkpoint.state.log
+    if saved.chain not in log.ends:
         return f"its chain is not in {METRICS}"
-    before, size = log.seen[end.chain]
-    if end.bytes != size:
-        return f"log.bytes is {end.bytes}, but the row of its chain ends at {size}"
+    end = log.ends[saved.chain]
+    if saved.bytes != end.bytes:
+        return f"log.bytes is {saved.bytes}, but the row of its chain ends at {end.bytes}"
     try:
-        return record_defect(checkpoint, log.events, before)
+        return record_defect(checkpoint, log.events, end.events)
     except FileNotFoundError:  # deleted meanwhile by a running training
         return ""
 
 
-def _check_settings(found: Record | str, log: Log) -> list[str]:
+def _check_settings(settings: Record | str, log: Log) -> list[str]:
     """Why config.yaml is unreadable, or its fields that are not those of the newest row with a
     configuration, which is written first."""
     newest = log.config_row
     if log.last is newest:  # a kill may have come before its config.yaml
         return []
-    if isinstance(found, str):
-        return [found]
-    return config_differences(CONFIG, found, newest["config"])
+    if isinstance(settings, str):
+        return [settings]
+    return config_differences(CONFIG, settings, newest["config"])
 
 
 def _check_training(
@@ -311,8 +327,9 @@ def _check_training(
             yield "data", error.mistakes
             yield states, _follow(log, checkpoints, None)[1]
             return False
-        known = recorded_mixture(start)
-        if not known or known.manifests != [manifest.hash for manifest in manifests]:
+        trained_on = recorded_mixture(start)
+        hashes = [manifest.hash for manifest in manifests]
+        if not trained_on or trained_on.manifests != hashes:
             hint = "has other tokens than the run was trained on; name the run's data with --data"
             differs = UserError("data", " ".join(folders), hint)
             if command.data:
@@ -322,15 +339,10 @@ def _check_training(
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
-            sources.append(
-                Windows(
-                    TokenStream(Path(folder), manifest, "train", check=False),
-                    config.model.block_size,
-                )
-            )
-    kind, problem = _task_class(
-        starts, next(reversed([*checkpoints.values()]), None), command.trust_run_code
-    )
+            stream = TokenStream(Path(folder), manifest, "train", check=False)
+            sources.append(Windows(stream, config.model.block_size))
+    newest = [*checkpoints.values()][-1] if checkpoints else None
+    kind, problem = _task_class(starts, newest, command.trust_run_code)
     if problem:
         yield states, _follow(log, checkpoints, None)[1]
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
@@ -365,13 +377,16 @@ def _check_order(
 def _follow(
     log: Log, checkpoints: Mapping[str, Checkpoint], recomputed: Recomputed | None
 ) -> tuple[list[str], list[str]]:
-    """Reads the rows again. Returns the defects of the first that does not follow from the data and
-    the rows before; and those of the states of checkpoints, by the rows before each, and up to that
-    row by what is recomputed."""
-    scores = {
-        name for checkpoint in checkpoints.values() for name in checkpoint.state.progress.scores
-    }
-    known = Known(scores, {row["step"] for row in log.named("rollback")})
+    """Reads the rows again, and compares them with what is recomputed.
+
+    Returns the defects of the first row that does not follow from the data and the rows before. And
+    those of the states of checkpoints, by the rows before each. Up to that row, states are also
+    compared with what is recomputed.
+    """
+    scores: set[str] = set()
+    for checkpoint in checkpoints.values():
+        scores |= checkpoint.state.progress.scores.keys()
+    expected = Expected(scores, {row["step"] for row in log.named("rollback")})
     after: dict[str, list[str]] = {}  # names of checkpoints, by the chain of the row before them
     for place, checkpoint in checkpoints.items():
         after.setdefault(checkpoint.state.log.chain, []).append(place)
@@ -379,13 +394,12 @@ def _follow(
     in_events: list[str] = []
     in_states: list[str] = []
     for number, row in enumerate(log.rows(), 1):
-        in_events += [f"{METRICS}, line {number}: {defect}" for defect in known.add(row)]
+        line = f"{METRICS}, line {number}"
+        in_events += [f"{line}: {defect}" for defect in expected.add(row)]
         if recomputed and not in_rows:
-            in_rows = [
-                f"{METRICS}, line {number}: {defect}" for defect in recomputed.row_defects(row)
-            ]
+            in_rows = [f"{line}: {defect}" for defect in recomputed.row_defects(row)]
         for place in after.get(row["chain"], ()):
-            in_states += known.defects(place, checkpoints[place])
+            in_states += expected.defects(place, checkpoints[place])
             if recomputed and not in_rows:
                 in_states += recomputed.state_defects(place, checkpoints[place])
     return in_rows, in_events + in_states
@@ -410,21 +424,18 @@ def _task_class(
 def _check_shards(folder: Path, manifest: Manifest) -> Finding:
     """Hashes the tokenizer and all shards."""
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
-    defects = []
+    defects: list[str] = []
+    differs = f"its SHA-256 differs from {folder / MANIFEST}'s"
     tokenizer = folder / manifest.tokenizer
-    if tokenizer.suffix == ".json" and (
-        not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256
-    ):
-        defects.append(
-            f"{tokenizer}: is missing, or its SHA-256 differs from {folder / MANIFEST}'s"
-        )
+    if tokenizer.suffix == ".json":  # else the name of an encoding
+        is_there = tokenizer.is_file()
+        if not is_there or sha256_file(tokenizer) != manifest.tokenizer_sha256:
+            defects.append(f"{tokenizer}: is missing, or {differs}")
     for shard in shards:
         try:
             check_shard(folder, shard, token_dtype(manifest.vocab_size))
             if sha256_file(folder / shard.file) != shard.sha256:
-                defects.append(
-                    f"{folder / shard.file}: its SHA-256 differs from {folder / MANIFEST}'s"
-                )
+                defects.append(f"{folder / shard.file}: {differs}")
         except UserError as error:
             defects += error.mistakes
     return f"data: {len(shards)} shards unchanged in {folder}", defects

@@ -200,9 +200,7 @@ def _open_folder(
     if keep.mirror and lock:
         mirror_status = open_mirror(keep.mirror, folder.path, watchdog, closing)
     log = RunLog(folder, mirror_status)
-    store = CheckpointStore(
-        folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT
-    )
+    store = CheckpointStore(folder, log, keep, config.train.patience_seconds or TIMEOUT)
     closing.callback(store.background.join)
     return folder, log, store
 

@@ -100,7 +100,7 @@ def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
     ones an optimizer state of twice the size, too."""
     asked = []
     monkeypatch.setattr(
-        store, "should_save_async", lambda wish, size, spare: not asked.append(size)
+        store, "should_save_async", lambda background, size, spare: not asked.append(size)
     )
     checkpoints = open_store(tmp_path / "run", keep_last=1)
     weights = {"a": torch.zeros(25)}

@@ -53,6 +53,7 @@ from gpt2_ddp.checkpoint.format import (
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 from gpt2_ddp.checkpoint.store import CheckpointStore, copied
 from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, find_checkpoint, verify
+from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import read_json, sha256_file, write_hashed
 from gpt2_ddp.model.gpt import GPT
@@ -499,7 +500,7 @@ def killed_at_every_operation(run, scenario, background, every):
         shutil.copytree(first, run)
         child = os.fork()
         if not child:
-            checkpoints = open_store(run, keep_last=1, wish=background)
+            checkpoints = open_store(run, keep_last=1, background=background)
             told = 0
             limit = at
             checkpoints.save(last)
@@ -610,7 +611,7 @@ def cut(place, *numbers):
 def recorded(run):
     """The newest of three checkpoints, at the end of a run."""
     log = RunLog(folder := open_folder(run))
-    checkpoints = CheckpointStore(folder, log)
+    checkpoints = CheckpointStore(folder, log, KeepConfig(background=False))
     log.resume(LogEnd(), Progress(), {"event": "start", "step": 0, "run_id": "abc"})
     for step in (1, 2, 3):
         log.append({"step": step})

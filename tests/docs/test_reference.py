@@ -21,8 +21,8 @@ from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.signals import INTERRUPTED
 from gpt2_ddp.evaluation.items import METRICS
 from gpt2_ddp.records.metrics import Sample
-from gpt2_ddp.records.rows import FIELDS
-from gpt2_ddp.state import FeedState, GPTData, JobData, Parent, Section, Setup, State
+from gpt2_ddp.records.rows import EVENTS, FIELDS
+from gpt2_ddp.state import GPTData, JobData, Section, State
 
 FILES = (ROOT / "docs/files.md").read_text()
 
@@ -83,8 +83,9 @@ ROWS = [row for run in ("gpt2_run", "regression_run") for row in all_rows(GOLDEN
 def test_files_names_the_keys_of_recorded_rows_and_of_the_terminal():
     named = first_column(section("Rows of steps"))
     recorded = {key for row in ROWS if "event" not in row for key in row}
-    more = {f"TASK_{metric}" for metric in METRICS} | {"mfu", "not_finite", "val_tokens", "chain"}
-    assert recorded | more | FIELDS.keys() <= named
+    tasks = {f"TASK_{metric}" for metric in METRICS}
+    of_steps = {name for name, field in FIELDS.items() if field.kind != "event"}
+    assert recorded | tasks | of_steps <= named
 
 
 def test_files_names_the_events_and_their_keys():
@@ -96,7 +97,9 @@ def test_files_names_the_events_and_their_keys():
         if line.count("|") == 4
     }
     task_keys = {*re.findall(r"`(\w+)`", text.partition("Keys of the task")[2])}
-    assert events.keys() == {"start", "checkpoint", "sample", "rollback", "branch", "length", "end"}
+    assert events.keys() == EVENTS.keys()
+    for event, names in EVENTS.items():
+        assert {*names} - {"step"} <= events[event] | task_keys, event
     for row in ROWS:
         if "event" in row:
             assert row.keys() <= events[row["event"]] | task_keys | {
@@ -105,9 +108,7 @@ def test_files_names_the_events_and_their_keys():
                 "samples_sha256",
             }, row["event"]
     assert task_keys - {"start"} == keys_of(GPTData) | keys_of(JobData)
-    assert keys_of(Setup) <= events["start"]
-    assert {*Sample._fields} <= events["sample"]
-    assert (keys_of(Parent) | keys_of(FeedState)) - {"step"} <= events["branch"]
+    assert EVENTS["sample"] == Sample._fields
 
 
 def test_files_names_every_key_of_state_json_and_no_other():

@@ -4,10 +4,16 @@ import json
 import math
 
 import pytest
+from golden_runs import GOLDEN
+from runs import all_rows
 
 from gpt2_ddp.records import rows as run_files
+from gpt2_ddp.records.metrics import describe
 from gpt2_ddp.records.rows import (
+    EVENTS,
+    FIELDS,
     chain_of,
+    field_of,
     finite,
     head,
     read_events,
@@ -104,3 +110,39 @@ def test_rows_that_are_gone_are_not_kept(tmp_path, capsys):
     assert len([*repaired(file, 8)]) == 1
     errors = capsys.readouterr().err
     assert "rows up to step 8 are kept; a copy is in metrics.jsonl.damaged" in errors
+
+
+@pytest.mark.parametrize("run", ["trained", "trained_job", "gpt2_run", "regression_run"])
+def test_every_field_that_the_core_writes_is_declared(run, request):
+    """An undeclared one would be a task's own number, which no replay compares. These tasks have
+    none."""
+    folder = GOLDEN / run if (GOLDEN / run).is_dir() else request.getfixturevalue(run)
+    for row in all_rows(folder):
+        names = {name for name in row if field_of(name).kind == "own"} - {"samples_sha256"}
+        assert not names, f"add {names} to FIELDS or EVENTS in gpt2_ddp/records/rows.py"
+        if "event" in row:
+            known = {"event", "step", "chain", "samples_sha256", *EVENTS[row["event"]]}
+            assert row.keys() <= known, row["event"]
+        else:
+            assert all(field_of(name).kind != "event" for name in row)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_declared_field_is_shown_as_declared(name):
+    field = FIELDS[name]
+    row = {"step": 1, name: 0.5}
+    assert field_of(name) == field
+    assert field.kind != "own", "a name that is not declared is a task's own number"
+    if name.endswith("_per_second"):
+        assert describe(row) == ["0 tokens/s"]
+    else:
+        assert describe(row) == ([field.text.format(0.5)] if field.text else [])
+    # a report shows a panel's unit in its title
+    assert not field.unit or field.unit in field.panel
+
+
+def test_a_name_that_is_not_declared_is_a_tasks_own_number():
+    assert field_of("val_loss/web") == FIELDS["val_loss/NAME"]
+    assert field_of("images_per_second").kind == "measured"
+    for name in ("rhymes", "rhymes/web", "web/val_loss", "val_rhymes", "hellaswag_acc"):
+        assert field_of(name).kind == "own", name

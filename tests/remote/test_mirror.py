@@ -162,7 +162,7 @@ def models_at(folder):
 
 @pytest.fixture
 def bucket(copied, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    monkeypatch.setattr(mirror, "POLL", 0.002)
     monkeypatch.setattr(mirror, "EXPIRES", 0.4)
     shutil.copytree(copied / "bucket", tmp_path / "bucket")
     return tmp_path / "bucket"
@@ -255,7 +255,7 @@ def forked_run(corpus, tmp_path_factory, request):
 def test_a_machine_that_returns(forked_run, tmp_path, capsys, monkeypatch):
     """It has saved a step that was never copied, and another machine has trained that step. The run
     is that of the bucket, here and there."""
-    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    monkeypatch.setattr(mirror, "POLL", 0.002)
     for name in ("first", "after"):
         shutil.copytree(forked_run / name, tmp_path / name)
     run = restored(tmp_path / "after", tmp_path / "first")
@@ -282,7 +282,7 @@ def test_a_damaged_bucket_is_no_empty_one(
 ):
     """Nothing there can be restored: nothing is trained, and nothing is changed there. The same on
     a machine that has an earlier state."""
-    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    monkeypatch.setattr(mirror, "POLL", 0.002)
     bucket = tmp_path / "after"
     shutil.copytree(forked_run / "after", bucket)
     for place in (bucket / "run").glob("step-*"):
@@ -379,8 +379,8 @@ def test_two_machines_of_one_image(bucket, tmp_path, monkeypatch):
     """Equal hosts and folders. Of two that start at the same
     time, one trains. The other one leaves its lease."""
     first, second = (mirror_at(bucket, tmp_path / name / "run") for name in ("a", "b"))
-    first._own = Lease(owner="box:/runs/run", id="1")
-    second._own = Lease(owner="box:/runs/run", id="2")
+    first._lease = Lease(owner="box:/runs/run", id="1")
+    second._lease = Lease(owner="box:/runs/run", id="2")
     write = Mirror._write_lease
     over = threading.Event()
 
@@ -866,7 +866,7 @@ def test_a_manifest_names_no_file_outside_of_its_folder(
     shutil.copytree(copied / "run", run)
     (run / "checkpoints/outside").write_text("mine")
     shutil.copy(copy / "checkpoints/step-00000010/manifest.json", run / "checkpoints/step-00000010")
-    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    monkeypatch.setattr(mirror, "POLL", 0.002)
     mirror_at(tmp_path / "sent", run).copy(ENDED)
     assert not [*(tmp_path / "sent").rglob("outside")]
 

@@ -18,6 +18,7 @@ from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Snapshot
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.checkpoint.verify import verify
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
@@ -94,7 +95,8 @@ def make_long_run(trained, place, steps):
     state = content.state.model_copy(update={"feed": feed.state, "log": log.end()} | own)
     model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))
     counts = {name: torch.tensor(float(steps)) for name in moments if name.startswith("step.")}
-    CheckpointStore(folder, log).save(Snapshot(state, dump(config), model, moments | counts))
+    store = CheckpointStore(folder, log, KeepConfig(background=False))
+    store.save(Snapshot(state, dump(config), model, moments | counts))
     log.append({"event": "end", "step": steps, "outcome": "stopped", "kept": [steps]})
     log.write_config(config)
     log.write_status("stopped", steps)
