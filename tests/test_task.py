@@ -3,7 +3,6 @@ the others have."""
 
 import math
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.state import Scores, TaskState
 from gpt2_ddp.tasks.supervised import contiguous
-from gpt2_ddp.training.task import Due, Poll
+from gpt2_ddp.training.task import Due, Poll, Task
 
 # ---- A new kind of training, from scratch
 
@@ -58,8 +57,8 @@ class Pairs:
         return self.letters[index], self.letters[index + 1]
 
 
-class Letters:
-    unit, units_per_item, flops_per_unit, files = "letters", 1, 0, MappingProxyType({})
+class Letters(Task[LettersConfig]):
+    unit = "letters"
 
     def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self.best = config, accelerator, math.inf
@@ -95,8 +94,6 @@ class Letters:
         loss = nn.functional.cross_entropy(model(letters[:-1]), letters[1:]).item()
         self.best = min(self.best, loss)
         return {"val_loss": loss, "val_best": self.best}
-
-    def sample(self, poll: Poll) -> None: ...
 
     def state_dict(self) -> TaskState:
         return TaskState.model_validate({"best": self.best})

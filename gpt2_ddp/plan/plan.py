@@ -36,7 +36,7 @@ from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.fsdp import count_shards, follow_accelerate
 from gpt2_ddp.training.gpus import GPUS, peak_flops
-from gpt2_ddp.training.start import Opened, open_run
+from gpt2_ddp.training.start import OpenRun, open_run
 from gpt2_ddp.training.throughput import device_name
 
 # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
@@ -82,6 +82,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
         try:
             _check_folder(Path(config.output_dir, config.run_name))
             with open_run(config, make_task, lock=False) as run:
+                assert isinstance(run.config, TrainingConfig)
                 seen.model = run.config.model
                 seen.step = run.step
                 if not (file := missing_data(config)):
@@ -104,7 +105,7 @@ def _check_folder(run: Path) -> None:
         ) from error
 
 
-def _look_at(run: Opened, seen: Seen) -> None:
+def _look_at(run: OpenRun, seen: Seen) -> None:
     task = run.task
     assert isinstance(task, Pretraining)
     task.open_data()

@@ -1,6 +1,6 @@
 """Pretraining of a GPT on the shard folders of `data.path` (a `training.task.Task`)."""
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,19 +32,19 @@ from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
-from gpt2_ddp.tasks.user_task import make
+from gpt2_ddp.tasks.user_task import Code, make
 from gpt2_ddp.training.branch import advise_branch
 from gpt2_ddp.training.fsdp import make_model
 from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.run_length import settle_minutes
-from gpt2_ddp.training.task import Due, Loss, Poll
+from gpt2_ddp.training.task import Due, Loss, Poll, Task
 
 TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
 
 
-class Pretraining:
+class Pretraining(Task[TrainingConfig]):
     """Next-token training of a GPT; the loss is a mean over tokens.
 
     A feed item is a window of T = block_size tokens. A step has G windows and may straddle two
@@ -56,9 +56,9 @@ class Pretraining:
     """
 
     unit = "tokens"
-    initial: Iterator[Any] = iter(())
-    code: Any = None
-    """Where a subclass comes from, an `user_task.Code`; None in this package."""
+    model: GPT  # a subclass's may be another module that is called like one
+    code: Code | None = None
+    """Where a subclass comes from; None in this package."""
 
     def __init__(
         self,
@@ -131,6 +131,13 @@ class Pretraining:
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         return self.config.total_steps(epoch_size)
+
+    def set_steps(self, steps: int) -> None:
+        """Replaces `train.minutes` by a number of steps."""
+        length = {"steps": steps, "minutes": None}
+        train = self.config.train.model_copy(update=length)
+        self.config = self.config.model_copy(update={"train": train})
+        self.resolve()
 
     def resolve(self) -> None:
         """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the

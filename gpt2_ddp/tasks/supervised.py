@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import without_dynamo
 from gpt2_ddp.state import JobData, Scores, TaskState
 from gpt2_ddp.training.optimizer import lr_at
-from gpt2_ddp.training.task import Due, Poll
+from gpt2_ddp.training.task import Due, Poll, Task
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Job:
         return outputs, {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
 
 
-class Supervised:
+class Supervised(Task[JobConfig]):
     """A model that learns targets from inputs; the loss is a mean over samples.
 
     An epoch is a permutation of the samples, and its last step may be short. Each rank computes one
@@ -89,9 +88,6 @@ class Supervised:
     seeded before."""
 
     unit = "samples"
-    units_per_item = 1
-    flops_per_unit = 0
-    files: Mapping[str, bytes] = MappingProxyType({})
 
     def __init__(
         self,
@@ -168,9 +164,6 @@ class Supervised:
         size = self.config.eval.batch_size
         score = lambda *batch: self.job.score(*batch)[1]  # noqa: E731
         return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))
-
-    def sample(self, poll: Poll) -> None:
-        """None: jobs have no samples of text."""
 
     def state_dict(self) -> JobData:
         """Batch and learning rate of all processes, and identity of the data."""

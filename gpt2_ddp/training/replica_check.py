@@ -101,12 +101,12 @@ def _describe(
         for rank in range(part, len(sums), parts):
             if sums[rank] != most or 2 * votes * parts <= len(sums):  # all, without a majority
                 differing.setdefault(rank, []).append(name)
-    ranks = []
+    ranks: list[str] = []
     for rank, wrong in sorted(differing.items()):
-        shown = ", ".join(wrong[:SHOWN]) + (
-            f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        )
-        ranks.append(
-            f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from the other ranks'"
-        )
-    return f"{'; '.join(ranks)} at step {step}; suspect the memory there; the newest checkpoint is good"
+        tensors = ", ".join(wrong[:SHOWN])
+        if len(wrong) > SHOWN:
+            tensors += f" and {len(wrong) - SHOWN} more"
+        verb = "differs" if len(wrong) == 1 else "differ"
+        ranks.append(f"rank {rank} (host {hosts[rank]}): {tensors} {verb} from the other ranks'")
+    advice = "suspect the memory there; the newest checkpoint is good"
+    return f"{'; '.join(ranks)} at step {step}; {advice}"
