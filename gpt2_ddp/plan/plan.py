@@ -113,7 +113,7 @@ def _look_at(run: OpenRun, seen: Seen) -> None:
     if not run.is_complete:
         task.load_tasks()
         with torch.device("meta"):
-            task.build_model()
+            task.build_model(needs_memory=False)
         task.check_hashes(record=False)
 
 

@@ -26,7 +26,7 @@ def find_parent(config: TrainingConfig) -> Checkpoint:
     if parent.kind != config.kind:
         raise UserError(field, path, f"is of a {parent.kind} run; name one of a {config.kind} run")
     kept = (*(part for part in config.kept if part != "optim"), "optim.name")  # its own decay
-    mistakes = []
+    mistakes: list[str] = []
     for name, now, before in differences(config, parent.config, kept):
         hint = f"{parent.path} was trained with {before}, which a branch keeps; restore it"
         mistakes += UserError(name, now, hint).mistakes

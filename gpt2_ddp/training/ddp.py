@@ -1,9 +1,12 @@
 """What differs between DDP and sharding: here each rank has the whole model; `training.fsdp` has
 the other way."""
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -47,8 +50,10 @@ class Replicated:
         model.to(self.accelerator.device)
         # Model and optimizer are on the device already. Accelerate's placing would import
         # torch.distributed.tensor and sympy, 0.5 s.
-        return self.accelerator.prepare(
-            model, task.build_optimizer(), device_placement=[False, False]
+        optimizer = task.build_optimizer()
+        return cast(
+            tuple[nn.Module, AcceleratedOptimizer],
+            self.accelerator.prepare(model, optimizer, device_placement=[False, False]),
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -64,7 +69,9 @@ class Replicated:
     def evaluating(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Context of an evaluation, with the model for it."""
         # Accelerate's unwrap_model would import Dynamo, 1 s
-        return nullcontext(model.module if isinstance(model, DistributedDataParallel) else model)
+        if isinstance(model, DistributedDataParallel):
+            return nullcontext(cast(nn.Module, model.module))
+        return nullcontext(model)
 
     def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
         """Runs one backward pass of zero gradients, and restores buffers (BatchNorm's statistics).

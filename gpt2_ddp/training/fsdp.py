@@ -6,8 +6,11 @@ ones fewer or none. The forward and the backward pass of a block gather its weig
 afterwards.
 """
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar, cast
@@ -155,12 +158,15 @@ class Sharded(Replicated):
             pass
         accelerator = self.accelerator
         # evaluation_mode: without DDP around it
-        prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        prepared = cast(
+            nn.Module,
+            accelerator.prepare_model(model, device_placement=False, evaluation_mode=True),
+        )
         optimizer = accelerator.prepare_optimizer(task.build_optimizer(), device_placement=False)
         return prepared, cast(AcceleratedOptimizer, optimizer)
 
     @contextmanager
-    def evaluating(self, model: nn.Module) -> Iterator[nn.Module]:
+    def evaluating(self, model: nn.Module) -> Generator[nn.Module]:
         try:
             yield model
         finally:
@@ -169,7 +175,7 @@ class Sharded(Replicated):
                 module.reshard()
 
     @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Generator[None]:
         sharded = cast(FSDPModule, model)
         sharded.set_requires_gradient_sync(False)
         yield

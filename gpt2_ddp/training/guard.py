@@ -10,13 +10,16 @@ A copy and a sum have a whole step of time each. So no step waits for its device
 rank, and the verdict on a step comes two steps late (`LATE`) on every machine.
 """
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import math
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -395,13 +398,13 @@ def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
     """Starts a copy of a vector from its device. Returns a function that waits for it and returns
     the numbers."""
     if values.device.type != "cuda":
-        return values.tolist
+        return cast(Callable[[], list[float]], values.tolist)
     copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
     def wait() -> list[float]:
         copied.synchronize()
-        return copy.tolist()
+        return cast(list[float], copy.tolist())
 
     return wait

@@ -1,5 +1,8 @@
 """The optimizer of a training step: loss scale, clipping, learning rates, and skipped steps."""
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,7 +34,7 @@ class GuardedOptimizer:
         accelerator = strategy.accelerator
         self._prepared = optimizer
         self._accelerator = accelerator
-        self._scaler = accelerator.scaler
+        self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._keeps_gradients = strategy.keeps_gradients
         self._waits = not all(group.get("fused") for group in self.plain.param_groups)
         self._skip = torch.zeros(())

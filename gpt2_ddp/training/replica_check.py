@@ -9,10 +9,14 @@ changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit 
 cleared in another.
 """
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +71,10 @@ def check_replicas(
         dist.all_reduce(differs)
     if not differs:
         return
-    hosts, of_ranks = zip(*gather_object([(socket.gethostname(), sums.tolist())]), strict=True)
+    here = (socket.gethostname(), cast(list[int], sums.tolist()))
+    gathered = cast(list[tuple[str, list[int]]], gather_object([here]))
+    hosts = [host for host, _ in gathered]
+    of_ranks = [sums for _, sums in gathered]
     parts = accelerator.num_processes // group.size() if group else 1
     raise ReplicaMismatch(_describe(list(tensors), hosts, of_ranks, step, parts))
 

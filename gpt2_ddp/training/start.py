@@ -10,12 +10,15 @@ What changes from step to step is in the parts of a run: progress, feed, guard, 
 task. A checkpoint has the state of each (`Trainer.state`).
 """
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
 import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -133,7 +136,9 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(config: ConfigT, make_task: MakeTask[ConfigT], lock: bool = True) -> Iterator[OpenRun]:
+def open_run(
+    config: ConfigT, make_task: MakeTask[ConfigT], lock: bool = True
+) -> Generator[OpenRun]:
     """Connects the processes, locks the run folder (False: only checks it), and finds the
     checkpoint to start from.
 
@@ -206,9 +211,11 @@ def _check_hooks(task: Task[RunConfig]) -> None:
 
 
 def _start_watchdog(processes: PartialState, patience: float | None) -> Watchdog:
-    if processes.num_processes == 1:
+    rank = cast(int, processes.process_index)
+    world = cast(int, processes.num_processes)
+    if world == 1:
         return Watchdog(patience)
-    return PeerWatchdog(processes.process_index, processes.num_processes, patience)
+    return PeerWatchdog(rank, world, patience)
 
 
 def _open_folder(
@@ -298,7 +305,7 @@ def finish_complete(run: OpenRun) -> None:
         run.log.resume(run.checkpoint.state.log, run.progress)
         run.store.prune(run.step)
         listing = run.store.listing()
-        checkpoint = listing["checkpoint"] or {}
+        checkpoint: dict[str, Any] = listing["checkpoint"] or {}
         run.log.append({"event": "checkpoint", **checkpoint, "kept": listing["kept"]})
         run.record_end("completed", run.early_end)
     run.log.write_status("completed", run.step, run.early_end)
@@ -323,11 +330,16 @@ class Trainer:
     setup: Setup
     has_core: bool
 
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        """Loss scaler of fp16."""
+        return cast(torch.amp.GradScaler | None, self.run.accelerator.scaler)
+
     def state(self) -> State:
         """The state after the current step. Collective; waits for the device."""
         run = self.run
         self.guard.flush()
-        scaler = run.accelerator.scaler
+        scaler = self._scaler
         norms = self.guard.norms.state_dict() if self.guard.norms else (0, 0, 0)
         return State.of(
             run.config.kind,
@@ -370,7 +382,7 @@ class Trainer:
         self.guard.load_state_dict(state.guard)
         if self.guard.norms:
             self.guard.norms.load_state_dict(state.optimizer.norms)
-        scaler = run.accelerator.scaler
+        scaler = self._scaler
         if state.optimizer.scaler and scaler:
             scaler.load_state_dict(state.optimizer.scaler)
         self.guard.losses.load_state_dict(state.losses)
@@ -551,7 +563,7 @@ class Training:
 
 
 @contextmanager
-def start(trainer: Trainer, on_row: OnRow | None = None) -> Iterator[Training]:
+def start(trainer: Trainer, on_row: OnRow | None = None) -> Generator[Training]:
     """Installs the signal handlers, starts the trackers, and records that the run is running; an
     exception inside is recorded as its failure. The main process passes each row to `on_row`.
     Collective."""

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -72,7 +72,7 @@ class StopRequest:
         self.reason = self.reason or reason
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def timed(self, what: str) -> Generator[None]:
         """Records the duration of a `step`, `save` or `evaluation`."""
         begun = time.perf_counter()
         yield

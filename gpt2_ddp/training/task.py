@@ -2,6 +2,9 @@
 the common loop; and checks of the numbers that a task adds to rows, by `evaluate` or by
 `row_fields`."""
 
+# accelerate has no type stubs
+# pyright: reportMissingTypeStubs=false
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping

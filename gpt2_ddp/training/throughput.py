@@ -1,12 +1,16 @@
 """Measurements in rows: units per second, MFU and memory; and what a run records of its machine."""
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import accelerate
 import psutil
@@ -58,7 +62,7 @@ class Throughput:
         return fields
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Excludes the time of the `with` block."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
@@ -107,6 +111,6 @@ def peak_of_ranks(device: torch.device) -> float | None:
     peak = None
     if device.type == "cuda":
         peak = peak_flops(device_name(device))
-    peaks: list[float | None] = gather_object([peak])
+    peaks = cast(list[float | None], gather_object([peak]))
     known = [peak for peak in peaks if peak is not None]
     return sum(known) if len(known) == len(peaks) else None
