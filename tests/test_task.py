@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from close import assert_close
@@ -24,8 +25,10 @@ from gpt2_ddp.config.run import (
 )
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Permutation
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Scores, TaskState
 from gpt2_ddp.tasks.supervised import contiguous
+from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.task import Due, Poll, Task
 
 # ---- A new kind of training, from scratch
@@ -132,3 +135,18 @@ def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
         *((0, 0, True), (5, 212, True), (10, 424, True))
     ]
     assert all(row["loss_mean"] > 0 for row in found[1:])
+
+
+class Bare:
+    """A task that does not extend `Task`."""
+
+    def __init__(self, config: LettersConfig, *_: object):
+        self.config = config
+
+
+def test_a_class_that_does_not_extend_task_is_a_user_error(tmp_path):
+    config = LettersConfig(output_dir=str(tmp_path), run_name="run")
+    message = r"task = Bare: has no row_fields\(\); extend gpt2_ddp\.training\.task\.Task"
+    with pytest.raises(UserError, match=message):
+        train(config, Bare)
+    assert not (tmp_path / "run").exists()
