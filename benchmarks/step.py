@@ -137,21 +137,25 @@ def loop(
     batch = int(config.train.micro_batch_size)
     size = config.model.block_size
     stream = read_shard(config)[1]
+    parts = config.train.global_batch_tokens // (batch * size)
     rng = np.random.default_rng(0)
     autocast = config.train.mixed_precision == "bf16"
     while True:
-        rows = [
-            stream[at : at + size + 1].astype(np.int64)
-            for at in rng.integers(0, len(stream) - size, batch)
-        ]
-        tokens = torch.from_numpy(np.stack(rows))
-        tokens = (
-            tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
-        )
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            found: Any = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        loss: Tensor = found[1] if isinstance(found, tuple) else found
-        loss.backward()
+        for _ in range(parts):
+            rows = [
+                stream[at : at + size + 1].astype(np.int64)
+                for at in rng.integers(0, len(stream) - size, batch)
+            ]
+            tokens = torch.from_numpy(np.stack(rows))
+            tokens = (
+                tokens.pin_memory().to(device, non_blocking=True)
+                if device.type == "cuda"
+                else tokens
+            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                found: Any = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            loss: Tensor = found[1] if isinstance(found, tuple) else found
+            (loss / parts).backward()
         nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -202,7 +206,7 @@ def short_run(
     batch: int,
     precision: str,
     how: str,
-    changes: Mapping[str, int],
+    changes: Mapping[str, object],
 ) -> TrainingConfig:
     """The preset's training with one micro-batch per step, on the tokens in `folder/random`; its
     windows are shorter on a CPU. Raises: UserError."""

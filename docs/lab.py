@@ -3,7 +3,7 @@ written by hand.
 
     python docs/lab.py        # less than 20 s on two cores
 
-`tests/test_lab.py` fails if the lower part differs from the code, or its figures from those of a
+`tests/lab/test_lab.py` fails if the lower part differs from the code, or its figures from those of a
 run.
 """
 

@@ -4,7 +4,7 @@ docs/reference.py`.
 Each page begins with a part that is written by hand; what follows NOTE is generated.
 
 Fields, values, defaults and meanings come from the same classes as `--help`; groups and summaries
-of scripts come from `gpt2-ddp`. Imports no torch. `tests/test_reference.py` fails if a page differs
+of scripts come from `gpt2-ddp`. Imports no torch. `tests/docs/test_reference.py` fails if a page differs
 from the code.
 """
 

@@ -1,5 +1,5 @@
-"""Generated images, on disk in every way in which they come: as the Hub has them, class folders,
-archives."""
+"""Generated images, on disk in every way in which they
+come: as the Hub has them, class folders, archives."""
 
 import gzip
 import io
@@ -10,8 +10,8 @@ import numpy as np
 
 
 def pictures(n, classes=100, seed=0, size=32):
-    """(images uint8 [n, size, size, 3], labels int64 [n]); a class is a pattern of its own under
-    noise."""
+    """(images uint8 [n, size, size, 3], labels int64
+    [n]); a class is a pattern of its own under noise."""
     patterns = np.random.default_rng(0).integers(0, 2, (classes, 4, 4, 3)) * 128
     rng = np.random.default_rng(seed)
     labels = np.arange(n) % classes
@@ -28,8 +28,8 @@ def png(image):
 
 
 def write_parquet(folder, split, images, labels, names=("img", "fine_label")):
-    """`folder/<split>-00000-of-00001.parquet` with the columns and the metadata of
-    uoft-cs/cifar100."""
+    """`folder/<split>-00000-of-00001.parquet` with the
+    columns and the metadata of uoft-cs/cifar100."""
     import datasets
 
     features = datasets.Features({names[0]: datasets.Image(), names[1]: datasets.Value("int64")})
@@ -65,8 +65,8 @@ def write_images(folder, classes, seed, size=16):
 
 
 def write_idx(folder, split, images, labels, compressed):
-    """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has
-    them."""
+    """`train-images-idx3-ubyte` and its labels, of images
+    uint8 [N, H, W], as MNIST's archive has them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, values in (("images-idx3", images), ("labels-idx1", labels)):
         header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
@@ -78,19 +78,16 @@ def write_idx(folder, split, images, labels, compressed):
 def write_archive(folder, kind, split, images, labels):
     """A split of cifar-10-batches-py or cifar-100-python, and the names of the classes."""
     names = [f"class {number}" for number in range(100)]
-    files, contents = (
-        [split],
-        {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}},
-    )
+    files = [split]
+    contents = {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}}
     if kind == "cifar10":
-        files = (
-            [f"data_batch_{number}" for number in range(1, 6)]
-            if split == "train"
-            else ["test_batch"]
-        )
+        files = ["test_batch"]
+        if split == "train":
+            files = [f"data_batch_{number}" for number in range(1, 6)]
         contents = {"batches.meta": {"label_names": names[:10]}}
     for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
-        rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part]
+        rows = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1)
+        fine = labels[part]
         columns = {"fine_labels": fine.tolist(), "coarse_labels": (fine // 5).tolist()}
         columns = {"labels": fine.tolist()} if kind == "cifar10" else columns
         contents[name] = {"data": rows, **columns}

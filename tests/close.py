@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def assert_close(actual, expected, tolerance=1e-9, scale=None, says=""):
-    """Numbers, sequences, mappings, arrays or tensors, of equal structure, have a `distance` of at
-    most `tolerance`."""
+    """Numbers, sequences, mappings, arrays or tensors, of equal
+    structure, have a `distance` of at most `tolerance`."""
     margin = distance(actual, expected, scale) / tolerance
     test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
     MARGINS[test] = max(MARGINS.get(test, 0.0), margin)
@@ -46,7 +46,8 @@ def _pairs(actual, expected):
             v.detach().double().numpy() if isinstance(v, torch.Tensor) else v
             for v in (actual, expected)
         )
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        one = np.asarray(one, np.float64)
+        other = np.asarray(other, np.float64)
         assert one.shape == other.shape
         yield one.ravel(), other.ravel()
 
@@ -60,15 +61,20 @@ class _InFloat64(TorchFunctionMode):
         ]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        swap = lambda value: (
-            torch.float64 if isinstance(value, torch.dtype) and value in self.dtypes else value
-        )
+        def swap(value):
+            return (
+                torch.float64 if isinstance(value, torch.dtype) and value in self.dtypes else value
+            )
+
         func = torch.Tensor.double if func in self.casts else func
         # of these, single numbers are in float32: steps, a bad gradient
         if "_fused_" in getattr(func, "__name__", ""):
-            single = lambda value: (
-                value.float() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-            )
+
+            def single(value):
+                return (
+                    value.float() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+                )
+
             args = [[*map(single, arg)] if isinstance(arg, list) else arg for arg in args]
             kwargs = {name: single(value) for name, value in (kwargs or {}).items()}
         return func(
@@ -78,8 +84,8 @@ class _InFloat64(TorchFunctionMode):
 
 @contextmanager
 def float64(*others):
-    """Inside, torch computes in float64, also where a library casts to float32 or to `others`. A
-    decorator as well."""
+    """Inside, torch computes in float64, also where a library
+    casts to float32 or to `others`. A decorator as well."""
     torch.set_default_dtype(torch.float64)
     try:
         with _InFloat64((torch.float32, *others)):

@@ -51,14 +51,14 @@ def launch(command, folder=ROOT, **env):
 
 def without_report(*words, start=process.run_module, **options):
     """Replaces `process.run_module`, by which a training's script draws its report: a fresh process
-    imports matplotlib for seconds. tests/test_start.py has a report."""
+    imports matplotlib for seconds. tests/training/test_start.py has a report."""
     if "report" not in words:
         start(*words, **options)
 
 
 def run_script(name, arguments):
-    """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote
-    to stderr."""
+    """Runs a script as `python scripts/name.py arguments`;
+    returns its exit code and what it wrote to stderr."""
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
     outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())
@@ -95,7 +95,8 @@ def forked(words, folder, world=1, **env):
     The processes are forked with torch loaded, and so are those that they start: a fresh one would
     import it for seconds. Of several ranks the first exit code that is not 0 counts.
     """
-    port, started = reserve_port(), []
+    port = reserve_port()
+    started = []
     with tempfile.TemporaryDirectory() as outputs:
         for rank in range(world):
             own = environment(**env) | (rank_environment(rank, world, port) if world > 1 else {})
@@ -126,7 +127,8 @@ def _as_command(words, folder, env, outputs):
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     keep_server()
-    spawn.start_ranks, process.run_module = forked_ranks, without_report
+    spawn.start_ranks = forked_ranks
+    process.run_module = without_report
     check.MODULES = 2  # of Python, that an export encodes
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]

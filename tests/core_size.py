@@ -27,20 +27,23 @@ try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
     assert not end.code
-files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "gpt2_ddp"]
+own = [module for name, module in sys.modules.items() if name.partition(".")[0] == "gpt2_ddp"]
+files = [module.__file__ for module in own]
 json.dump(files, open(out, "w"))
 """
 DATA = "--source stdlib --tokenizer gpt2 --max_documents 200"
 TRAINING = (
-    "--run_name a --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.steps 3 "
-    "--train.global_batch_tokens 256 --train.micro_batch_size 4 --eval.tokens 256 --optim.warmup_steps 1"
+    "--run_name a --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32"
+    " --train.steps 3 --train.global_batch_tokens 256 --train.micro_batch_size 4"
+    " --eval.tokens 256 --optim.warmup_steps 1"
 )
 
 
 def loaded_files() -> list[Path]:
     """The package's files that a training of three steps has imported."""
     with tempfile.TemporaryDirectory() as folder:
-        data, out = f"{folder}/data", f"{folder}/files.json"
+        data = f"{folder}/data"
+        out = f"{folder}/files.json"
         prepare = ["scripts/prepare_data.py", "--output", data, *DATA.split()]
         train = [
             "scripts/train_gpt2.py",

@@ -15,7 +15,9 @@ class File:
     """A file open for writing, whose writes are told."""
 
     def __init__(self, file, name, tell):
-        self._file, self._name, self._tell = file, name, tell
+        self._file = file
+        self._name = name
+        self._tell = tell
 
     def __getattr__(self, name):
         return getattr(self._file, name)
@@ -61,7 +63,9 @@ def interpose(folder, tell):
     for operation in NAMED:
         setattr(os, operation, named(operation))
 
-    fsync, sendfile, opening = os.fsync, os.sendfile, io.open
+    fsync = os.fsync
+    sendfile = os.sendfile
+    opening = io.open
 
     def interposed_open(file, mode="r", *args, **kwargs):
         name = note("open", file) if mode[0] in "wax" and not isinstance(file, int) else None
@@ -76,7 +80,8 @@ def interpose(folder, tell):
         note("write", out)
         return sendfile(out, *args, **kwargs)
 
-    os.fsync, os.sendfile = interposed_fsync, interposed_sendfile
+    os.fsync = interposed_fsync
+    os.sendfile = interposed_sendfile
     io.open = builtins.open = interposed_open
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import yaml
 from runs import changed as change
 from runs import rows
 from safetensors.torch import load_file
@@ -57,38 +56,44 @@ class Case(NamedTuple):
     slow: tuple[int, ...]
 
 
-FIELDS = yaml.safe_load("""
-gpt2:
-  model: {n_layer: 1, n_head: 2, n_embd: 16}
-  optim: {lr: 0.003, min_lr: 0.0003, warmup_steps: 3}
-  train: {steps: 10}
-  eval: {every: 5, tokens: 500}
-  checkpoint: {every: 5}
-regression:
-  data: {points: 101, test_points: 31}
-  optim: {momentum: 0.9}
-  train: {global_batch_size: 12}
-mlp:
-  data: {points: 101, test_points: 31}
-  model: {hidden: [30, 20]}
-  optim: {name: adam}
-  train: {global_batch_size: 24, micro_batch_size: 4, mixed_precision: bf16}
-lenet:
-  data: {name: cifar100, augment: true}
-  model: {name: lenet}
-  optim: {name: adam, lr: 0.001}
-  train: {global_batch_size: 12, micro_batch_size: 4}
-resnet18:
-  data: {name: cifar100}
-  model: {name: resnet18}
-  optim: {lr: 0.0003}  # a small rate: its rounding errors grow with it
-  train: {global_batch_size: 12, micro_batch_size: 4}
-  checkpoint: {every: 2}
-transformer:
-  data: {sequences: 19}
-  model: {dropout: 0.1}
-  train: {global_batch_size: 6}
-""")
+FIELDS = {
+    "gpt2": {
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16},
+        "optim": {"lr": 0.003, "min_lr": 0.0003, "warmup_steps": 3},
+        "train": {"steps": 10},
+        "eval": {"every": 5, "tokens": 500},
+        "checkpoint": {"every": 5},
+    },
+    "regression": {
+        "data": {"points": 101, "test_points": 31},
+        "optim": {"momentum": 0.9},
+        "train": {"global_batch_size": 12},
+    },
+    "mlp": {
+        "data": {"points": 101, "test_points": 31},
+        "model": {"hidden": [30, 20]},
+        "optim": {"name": "adam"},
+        "train": {"global_batch_size": 24, "micro_batch_size": 4, "mixed_precision": "bf16"},
+    },
+    "lenet": {
+        "data": {"name": "cifar100", "augment": True},
+        "model": {"name": "lenet"},
+        "optim": {"name": "adam", "lr": 0.001},
+        "train": {"global_batch_size": 12, "micro_batch_size": 4},
+    },
+    "resnet18": {
+        "data": {"name": "cifar100"},
+        "model": {"name": "resnet18"},
+        "optim": {"lr": 0.0003},
+        "train": {"global_batch_size": 12, "micro_batch_size": 4},
+        "checkpoint": {"every": 2},
+    },
+    "transformer": {
+        "data": {"sequences": 19},
+        "model": {"dropout": 0.1},
+        "train": {"global_batch_size": 6},
+    },
+}
 COMMANDS = {
     "gpt2": TrainingConfig,
     "regression": RegressionConfig,
@@ -102,59 +107,58 @@ JOB = {"train.epochs": 2, "eval.batch_size": 8}
 """What all cases, and what those of small jobs have in common."""
 
 
-TABLE = yaml.safe_load("""
-even: &even
-  kind: gpt2
-  worlds: [1, 2]
-  slow: [2]
-  changes: &sixteen {model.block_size: 16, train.global_batch_tokens: 256, train.micro_batch_size: 4}
-even-dropout:
-  <<: *even
-  slow: [1]
-  changes: &dropout {<<: *sixteen, model.dropout: 0.1}
-even-bf16:
-  <<: *even
-  slow: [1]
-  changes: {<<: *sixteen, train.mixed_precision: bf16}
-even3-dropout:
-  kind: gpt2
-  worlds: [3]
-  slow: [3]
-  changes: {<<: *dropout, train.global_batch_tokens: 384}
-odd: &odd
-  kind: gpt2
-  worlds: [1, 2, 3]
-  slow: [1, 2, 3]
-  changes: &fifteen {model.block_size: 15, train.global_batch_tokens: 270, train.micro_batch_size: 3}
-odd-dropout:
-  <<: *odd
-  slow: [1, 2]
-  changes: {<<: *fifteen, model.dropout: 0.1}
-epochs:  # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split, its tail too
-  <<: *even
-  slow: [1]
-  changes:
-    model.block_size: 16
-    train.global_batch_tokens: 4096
-    train.micro_batch_size: 32
-    eval.tokens: null
-regression-even:
-  kind: regression
-  worlds: [1, 2]
-  slow: [1, 2]
-  changes: {data.points: 128, data.test_points: 32, train.global_batch_size: 16}
-regression: &job
-  kind: regression
-  worlds: [1, 2]
-  slow: [1, 2]
-  changes: {}
-regression-lone: {<<: *job, slow: [1], changes: {data.points: 97}}  # last steps of one sample
-mlp-bf16: {<<: *job, kind: mlp, slow: [1]}
-lenet-augment: {<<: *job, kind: lenet, slow: [2]}
-resnet18: {<<: *job, kind: resnet18}
-transformer-dropout: {<<: *job, kind: transformer, slow: [1]}
-""")
-CASES = {name: Case(**fields) for name, fields in TABLE.items()}
+SIXTEEN = {
+    "model.block_size": 16,
+    "train.global_batch_tokens": 256,
+    "train.micro_batch_size": 4,
+}
+FIFTEEN = {
+    "model.block_size": 15,
+    "train.global_batch_tokens": 270,
+    "train.micro_batch_size": 3,
+}
+DROPOUT = {"model.dropout": 0.1}
+CASES = {
+    "even": Case("gpt2", worlds=(1, 2), slow=(2,), changes=SIXTEEN),
+    "even-dropout": Case("gpt2", worlds=(1, 2), slow=(1,), changes=SIXTEEN | DROPOUT),
+    "even-bf16": Case(
+        "gpt2", worlds=(1, 2), slow=(1,), changes=SIXTEEN | {"train.mixed_precision": "bf16"}
+    ),
+    "even3-dropout": Case(
+        "gpt2",
+        worlds=(3,),
+        slow=(3,),
+        changes=SIXTEEN | DROPOUT | {"train.global_batch_tokens": 384},
+    ),
+    "odd": Case("gpt2", worlds=(1, 2, 3), slow=(1, 2, 3), changes=FIFTEEN),
+    "odd-dropout": Case("gpt2", worlds=(1, 2, 3), slow=(1, 2), changes=FIFTEEN | DROPOUT),
+    # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split,
+    # its tail too
+    "epochs": Case(
+        "gpt2",
+        worlds=(1, 2),
+        slow=(1,),
+        changes={
+            "model.block_size": 16,
+            "train.global_batch_tokens": 4096,
+            "train.micro_batch_size": 32,
+            "eval.tokens": None,
+        },
+    ),
+    "regression-even": Case(
+        "regression",
+        worlds=(1, 2),
+        slow=(1, 2),
+        changes={"data.points": 128, "data.test_points": 32, "train.global_batch_size": 16},
+    ),
+    "regression": Case("regression", worlds=(1, 2), slow=(1, 2), changes={}),
+    # last steps of one sample
+    "regression-lone": Case("regression", worlds=(1, 2), slow=(1,), changes={"data.points": 97}),
+    "mlp-bf16": Case("mlp", worlds=(1, 2), slow=(1,), changes={}),
+    "lenet-augment": Case("lenet", worlds=(1, 2), slow=(2,), changes={}),
+    "resnet18": Case("resnet18", worlds=(1, 2), slow=(1, 2), changes={}),
+    "transformer-dropout": Case("transformer", worlds=(1, 2), slow=(1,), changes={}),
+}
 LONGER = CASES["even-dropout"].changes | {"optim.decay_steps": 20, "checkpoint.keep_last": 2}
 RESUMED = {
     "gpt2_run": (CASES["even"]._replace(changes=LONGER), {"train.steps": 20}),
@@ -176,19 +180,15 @@ def make_config(case, output_dir, cifar=None):
 
 
 def summary(run):
-    """What a run came to: its metrics but for timings, and its newest checkpoint's state and
-    weights."""
+    """What a run came to: its metrics but for timings,
+    and its newest checkpoint's state and weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
-    state, config = (
-        parse_state((checkpoint / "state.json").read_text()),
-        read_yaml(str(run / "config.yaml"), "run"),
-    )
+    state = parse_state((checkpoint / "state.json").read_text())
+    config = read_yaml(str(run / "config.yaml"), "run")
     items = state.feed.consumed
-    units = (
-        {"tokens": items * config["model"]["block_size"]}
-        if state.kind == "gpt2"
-        else {"samples": items}
-    )
+    units = {"samples": items}
+    if state.kind == "gpt2":
+        units = {"tokens": items * config["model"]["block_size"]}
     found = state.record | units | {"epoch_loss": state.losses.epoch[0]}
     return {
         "rows": [

@@ -13,9 +13,10 @@ SENTENCES = [
 
 
 def made_items(count):
-    """Rows like those of hellaswag_val.jsonl: marks of WikiHow in every third, other scripts in
-    every fourth."""
-    rows, step = [], len(SENTENCES) // (count + 1)
+    """Rows like those of hellaswag_val.jsonl: marks of
+    WikiHow in every third, other scripts in every fourth."""
+    rows = []
+    step = len(SENTENCES) // (count + 1)
     for index in range(count):
         place = index * step
         words = SENTENCES[place + 1].split()
@@ -24,7 +25,8 @@ def made_items(count):
         right = " ".join(words[4:]) + (" [step] Then stop." if index % 5 == 0 else "")
         others = [" ".join(SENTENCES[place + 2 + other].split()[4:]) for other in range(3)]
         label = index % 4
-        first, second = SENTENCES[place] + mark + accent, " ".join(words[:4]) if index % 7 else ""
+        first = SENTENCES[place] + mark + accent
+        second = " ".join(words[:4]) if index % 7 else ""
         row = {"ind": index, "activity_label": "Reading a manual", "split": "val", "label": label}
         row |= {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
         rows.append({**row, "endings": [*others[:label], right, *others[label:]]})

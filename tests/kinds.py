@@ -37,20 +37,12 @@ def run(number, folder):
     """Runs the tests on a kind. Returns pytest's exit code and the margins."""
     instructions, onednn, mkl, threads = KINDS[number]
     kind = {"ATEN_CPU_CAPABILITY": instructions, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_CBWR": mkl}
-    kind |= {
-        "TEST_THREADS": str(threads),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONHASHSEED": str(number),
-    }
-    margins, begun = folder / f"{number}.json", time.monotonic()
-    words = [
-        "-m",
-        "pytest",
-        "-m",
-        "computes and not slow and not gpu",
-        "-n",
-        str(min(4, os.cpu_count() or 1)),
-    ]
+    kind |= {"TEST_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+    kind |= {"PYTHONHASHSEED": str(number)}
+    margins = folder / f"{number}.json"
+    begun = time.monotonic()
+    tests = "computes and not slow and not gpu"
+    words = ["-m", "pytest", "-m", tests, "-n", str(min(4, os.cpu_count() or 1))]
     print(f"\nkind {number}:", *(f"{name}={value}" for name, value in kind.items()), flush=True)
     code = subprocess.run(
         [sys.executable, *words], env=os.environ | kind | {"MARGINS": str(margins)}
@@ -69,15 +61,11 @@ def main():
         found = {number: run(number, Path(folder)) for number in numbers}
     print()
     for number, (code, margins) in found.items():
-        print(
-            f"kind {number}: exit code {code}, largest error / tolerance {max(margins.values(), default=0):.4f}"
-        )
-    return int(
-        any(
-            code or any(margin > MOST for margin in margins.values())
-            for code, margins in found.values()
-        )
-    )
+        largest = max(margins.values(), default=0)
+        print(f"kind {number}: exit code {code}, largest error / tolerance {largest:.4f}")
+    failed = [code for code, _ in found.values() if code]
+    near = [margin for _, margins in found.values() for margin in margins.values() if margin > MOST]
+    return int(bool(failed or near))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Machines for the tests: network namespaces on one switch, each with a name, processes and a
-folder of its own."""
+"""Machines for the tests: network namespaces on one switch,
+each with a name, processes and a folder of its own."""
 
 import os
 import subprocess
@@ -22,7 +22,8 @@ class Machine:
     """
 
     def __init__(self, number, folder):
-        self.name, self.address = f"node-{'abc'[number]}", f"10.0.0.{number + 1}"
+        self.name = f"node-{'abc'[number]}"
+        self.address = f"10.0.0.{number + 1}"
         self.netns = f"gpt2-{os.getpid()}-{self.name}"
         self.folder = folder / self.name
         self.hosts = folder / f"{self.name}.hosts"
@@ -41,8 +42,12 @@ class Machine:
         with self.output.open("w") as output:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.netns, *new, "sh", "-c", shell],
-                cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            )  # fmt: skip
+                cwd=self.folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         self.started.append(process)
         return process
 
@@ -98,16 +103,15 @@ def joined_machines(folder, count=2):
     """Machines, and a switch between them, gone at the end with all that runs there."""
     if os.getuid() != 0:
         pytest.skip("network namespaces are made by root alone")
-    machines, switch = (
-        tuple(Machine(number, folder) for number in range(count)),
-        f"gpt2-{os.getpid()}-switch",
-    )
+    machines = tuple(Machine(number, folder) for number in range(count))
+    switch = f"gpt2-{os.getpid()}-switch"
     try:
         make = [f"netns add {name}" for name in (switch, *(machine.netns for machine in machines))]
         make += [f"-n {switch} link add switch type bridge", f"-n {switch} link set switch up"]
         for machine in machines:
             make += [
-                f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} netns {switch}"
+                f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} "
+                f"netns {switch}"
             ]
             make += [
                 f"-n {switch} link set {machine.name} master switch",

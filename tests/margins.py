@@ -1,5 +1,5 @@
-"""How near the comparisons of `close.py` are to their tolerances. No torch: xdist's controller has
-no use for it."""
+"""How near the comparisons of `close.py` are to their
+tolerances. No torch: xdist's controller has no use for it."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Small models for the tests, transformers' models of the same weights, and changes of what those
-save."""
+"""Small models for the tests, transformers' models of
+the same weights, and changes of what those save."""
 
 import json
 
@@ -21,8 +21,8 @@ SHAPES["gpt2"] = {"n_inner": 48}
 
 
 def tiny(vocab_size=65, eot=None, **changes):
-    """A small model whose every weight differs from its initial value, LayerNorms and biases
-    included."""
+    """A small model whose every weight differs from its
+    initial value, LayerNorms and biases included."""
     torch.manual_seed(0)
     model = GPT(TINY.model_copy(update=changes), vocab_size, eot)
     for parameter in model.parameters():

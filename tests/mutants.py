@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -32,57 +31,139 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-COPIED = "gpt2_ddp tests scripts configs docs README.md Makefile pyproject.toml"
-
-STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_run or settings or twice or own_n"
-ENDS = "sign_of or without_scores or newest_checkpoint_of or agreed_on or drawn or flipped or all_the_same"
-BACK = "every_gradient or poisoned or bad_steps or start_is_there or that_diverges or go_back or beginning or looks_at"
-STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
-SUMS = (
-    "judge or knows_where or job or all_the_same or kept or mean or numbers or running_statistics"
+COPIED = (
+    "gpt2_ddp",
+    "tests",
+    "scripts",
+    "configs",
+    "docs",
+    "README.md",
+    "Makefile",
+    "pyproject.toml",
 )
-TABLE = f"""
-data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
-data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
-data/mixture.py 24 tests/test_mixture.py
-training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
-training/loop.py 8 GUARD tests/test_branch.py -k '{BACK}'
-training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
-training/guard.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
-training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
-checkpoint/format.py 6 tests/test_checkpoint.py -k 'not killed'
-checkpoint/verify.py 14 tests/test_checkpoint.py -k 'not killed'
-checkpoint/store.py 18 tests/test_checkpoint.py tests/test_background.py -k 'not flipped'
-evaluation/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
-model/optim.py 16 tests/test_optim.py
-model/optim.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
-records/rows.py 16 tests/test_rows.py CHAIN
-records/run_folder.py 8 CHAIN
-reports/recompute.py 20 tests/test_verify.py tests/test_branch.py SCALED -k 'verify or branch or scale'
-"""
-SHORT = {
-    "LOOP": (
-        "tests/test_ranks.py tests/test_loop.py tests/test_replica_check.py tests/test_numbers.py tests/test_task.py"
-        " tests/test_losses.py tests/test_run.py tests/test_resumed.py tests/test_stop.py tests/test_own_numbers.py"
-    ),
-    "SCALED": "tests/test_supervised.py",
-    "LATE": "GUARD::test_each_step_is_judged_two_steps_late GUARD::test_a_resumed_guard_judges_alike",
-    "GUARD": "tests/faults/test_guard.py",
-    "CHAIN": "tests/test_tracking.py tests/test_verify.py -k 'not (lock or crash or prompt)'",
-}
-for short, words in SHORT.items():
-    TABLE = TABLE.replace(short, words)
+
+
+class Tested(NamedTuple):
+    """A module, and what has to notice its mutants."""
+
+    mutants: int  # how many
+    tests: tuple[str, ...]  # files below tests/, or tests of them: fast ones, the fastest first
+    chosen: str = ""  # those of them, by pytest's `-k`
+    parts: tuple[str, ...] = ()  # the functions that are changed; none: all of the module
+
+
+CHAIN = ("records/test_tracking.py", "reports/test_verify.py")
+CHAIN_CHOSEN = "not (lock or crash or prompt)"
+GUARD = "faults/test_guard.py"
+STEPS = (
+    "figure or skipped or left_alone or mean_loss or patience_ends or short_run or settings"
+    " or twice or own_n"
+)
+ENDS = (
+    "sign_of or without_scores or newest_checkpoint_of or agreed_on or drawn or flipped"
+    " or all_the_same"
+)
+ROLLBACKS = (
+    "every_gradient or poisoned or bad_steps or start_is_there or that_diverges or go_back"
+    " or beginning or looks_at"
+)
+STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
+SUMS = "judge or knows_where or job or all_the_same or kept or mean or numbers"
+
 MODULES = {
-    module: (int(count), arguments)
-    for module, count, *arguments in map(shlex.split, TABLE.strip().splitlines())
+    "data/order.py": Tested(
+        mutants=20,
+        tests=("data/test_order.py", "data/test_mixture.py"),
+        chosen="order",
+    ),
+    "data/feed.py": Tested(
+        mutants=24,
+        tests=("data/test_feed.py",),
+        chosen="not (workers or windows)",
+    ),
+    "data/mixture.py": Tested(mutants=24, tests=("data/test_mixture.py",)),
+    "training/loop.py": Tested(
+        mutants=32,
+        tests=(
+            "distributed/test_ranks.py",
+            "training/test_loop.py",
+            "training/test_replica_check.py",
+            "training/test_numbers.py",
+            "training/test_task.py",
+            "training/test_losses.py",
+            "training/test_run.py",
+            "training/test_resumed.py",
+            "training/test_stop.py",
+            "tasks/test_own_numbers.py",
+            GUARD,
+            "checkpoint/test_background.py",
+            "training/test_branch.py",
+        ),
+        chosen=f"{STEPS} or {ENDS} or {ROLLBACKS}",
+    ),
+    "training/guard.py": Tested(
+        mutants=32,
+        tests=(
+            f"{GUARD}::test_each_step_is_judged_two_steps_late",
+            f"{GUARD}::test_a_resumed_guard_judges_alike",
+            GUARD,
+            "training/test_losses.py",
+            "model/test_optim.py",
+        ),
+        chosen=f"{SUMS} or {STATISTICS}",
+    ),
+    "training/optimizer.py": Tested(
+        mutants=20,
+        tests=("model/test_optim.py", GUARD),
+        chosen=f"{STATISTICS} or schedule",
+    ),
+    "checkpoint/format.py": Tested(
+        mutants=6,
+        tests=("checkpoint/test_checkpoint.py",),
+        chosen="not killed",
+    ),
+    "checkpoint/verify.py": Tested(
+        mutants=14,
+        tests=("checkpoint/test_checkpoint.py",),
+        chosen="not killed",
+    ),
+    "checkpoint/store.py": Tested(
+        mutants=18,
+        tests=("checkpoint/test_checkpoint.py", "checkpoint/test_background.py"),
+        chosen="not flipped",
+    ),
+    "evaluation/evaluate.py": Tested(
+        mutants=18,
+        tests=("evaluation/test_evaluate.py", "data/test_mixture.py"),
+        chosen="not hang and (evaluate or of_a_mixture)",
+    ),
+    "model/optim.py": Tested(
+        mutants=30,
+        tests=("model/test_optim.py", "training/test_loop.py"),
+        chosen="optim or accumulation",
+    ),
+    "records/rows.py": Tested(
+        mutants=16,
+        tests=("records/test_rows.py", *CHAIN),
+        chosen=CHAIN_CHOSEN,
+        parts=("valid_rows", "finite", "head", "chain_of", "split_chain", "parse_lines"),
+    ),
+    "records/run_folder.py": Tested(
+        mutants=8,
+        tests=CHAIN,
+        chosen=CHAIN_CHOSEN,
+        parts=("append", "_chained", "end", "resume"),
+    ),
+    "reports/recompute.py": Tested(
+        mutants=20,
+        tests=(
+            "reports/test_verify.py",
+            "training/test_branch.py",
+            "tasks/test_supervised.py",
+        ),
+        chosen="verify or branch or scale",
+    ),
 }
-"""Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones,
-the fastest first."""
-PARTS = {
-    "records/rows.py": "valid_rows finite head chain_of split_chain parse_lines",
-    "records/run_folder.py": "append _chained end resume",
-}
-"""The functions of a module that are changed; all of it where it is not named."""
 
 
 class Equivalent(NamedTuple):
@@ -91,265 +172,289 @@ class Equivalent(NamedTuple):
     module: str
     function: str  # around the change, with its class; empty outside of functions
     digest: str  # of its source, by `digest_of`
-    before: str  # the line of the change, as in `Mutant`
+    before: str  # what changes, as in `Mutant`
     after: str
     reason: str
 
 
 EQUIVALENT = [
     Equivalent(
-        "data/order.py",
-        "Permutation.__init__",
-        "72a3e7ec",
-        "self._first, self._cached = 0, np.empty(0, np.uint64) # items at the positions from _first on",
-        "self._first, self._cached = 1, np.empty(0, np.uint64) # items at the positions from _first on",
-        "empty at first, so any position is outside",
+        module="data/order.py",
+        function="Permutation.__init__",
+        digest="5b447a5f",
+        before="self._first, self._cached = (0, np.empty(0, np.uint64))",
+        after="self._first, self._cached = (1, np.empty(0, np.uint64))",
+        reason="empty at first, so any position is outside",
     ),
     Equivalent(
-        "data/order.py",
-        "Permutation.items_at",
-        "a59f7daf",
-        "if not len(positions) or positions[-1] - positions[0] >= FEW:",
-        "if not len(positions) or positions[-1] - positions[0] > FEW:",
-        "which lookups are cached; the items are the same",
+        module="data/order.py",
+        function="Permutation.items_at",
+        digest="2bdf46de",
+        before="not len(positions) or positions[-1] - positions[0] >= FEW",
+        after="not len(positions) or positions[-1] - positions[0] > FEW",
+        reason="which lookups are cached; the items are the same",
     ),
     Equivalent(
-        "data/order.py",
-        "Permutation.items_at",
-        "a59f7daf",
-        "if first < self._first or positions[-1] >= self._first + len(self._cached):",
-        "if first <= self._first or positions[-1] >= self._first + len(self._cached):",
-        "which lookups are cached; the items are the same",
+        module="data/order.py",
+        function="Permutation.items_at",
+        digest="2bdf46de",
+        before="first < self._first or positions[-1] >= self._first + len(self._cached)",
+        after="first <= self._first or positions[-1] >= self._first + len(self._cached)",
+        reason="which lookups are cached; the items are the same",
     ),
     Equivalent(
-        "data/feed.py",
-        "Feed._steps",
-        "9495463b",
-        "stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))",
-        "stop = min(position + wanted, end, *(start for start, _ in skipped if start >= position))",
-        "a free position is no start of a skipped range",
+        module="data/feed.py",
+        function="Feed._steps",
+        digest="e90416ee",
+        before="*(start for start, _ in skipped if start > position)",
+        after="*(start for start, _ in skipped if start >= position)",
+        reason="a free position is no start of a skipped range",
     ),
     Equivalent(
-        "data/feed.py",
-        "Feed.__init__",
-        "0112bb7e",
-        "self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0",
-        "self.ended_epoch, self.skipped_end, self.waited = False, True, 0.0",
-        "each step sets it, and nobody asks before the first",
+        module="data/feed.py",
+        function="Feed.__init__",
+        digest="dd37077a",
+        before="self.skipped_end = False",
+        after="self.skipped_end = True",
+        reason="each step sets it, and nobody asks before the first",
     ),
     Equivalent(
-        "data/mixture.py",
-        "check_goes_on",
-        "08395efe",
-        "for path, ours, theirs in zip(paths, now.manifests, known, strict=False):",
-        "for path, ours, theirs in zip(paths, now.manifests, known):",
-        "the default of zip",
+        module="data/mixture.py",
+        function="check_goes_on",
+        digest="a64058ab",
+        before="zip(paths, now.manifests, known, strict=False)",
+        after="zip(paths, now.manifests, known)",
+        reason="the default of zip",
     ),
     Equivalent(
-        "data/mixture.py",
-        "past",
-        "93a12989",
-        "begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]",
-        "begun = [phase for phase in mixture.phases if phase[0] < max(position, 2)]",
-        "a phase begins with a block of 1,000 windows",
+        module="data/mixture.py",
+        function="past",
+        digest="3b6f5e8c",
+        before="begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]",
+        after="begun = [phase for phase in mixture.phases if phase[0] < max(position, 2)]",
+        reason="a phase begins with a block of 1,000 windows",
     ),
     Equivalent(
-        "checkpoint/store.py",
-        "",
-        "9cf556c5",
-        "SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts",
-        "SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts",
-        "a guess",
+        module="checkpoint/store.py",
+        function="",
+        digest="e9caf606",
+        before="SLOW_DISK = 20000000.0",
+        after="SLOW_DISK = 20000001.0",
+        reason="a guess",
     ),
     Equivalent(
-        "checkpoint/store.py",
-        "CheckpointStore.save",
-        "c315980f",
-        "self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True",
-        "self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = False",
-        "a training passes it",
+        module="checkpoint/store.py",
+        function="CheckpointStore.save",
+        digest="4c323443",
+        before=(
+            "self, snapshot: Snapshot, last_good: float=math.inf, wait: bool=False, "
+            "spare_core: bool=True"
+        ),
+        after=(
+            "self, snapshot: Snapshot, last_good: float=math.inf, wait: bool=False, "
+            "spare_core: bool=False"
+        ),
+        reason="a training passes it",
     ),
     Equivalent(
-        "records/rows.py",
-        "head",
-        "03e52d8c",
-        "while size > 0 and (line := stream.readline(size)):",
-        "while size > 1 and (line := stream.readline(size)):",
-        "no row has one byte",
+        module="records/rows.py",
+        function="head",
+        digest="4aefcf34",
+        before="size > 0 and (line := stream.readline(min(size, LONGEST_LINE)))",
+        after="size > 1 and (line := stream.readline(min(size, LONGEST_LINE)))",
+        reason="no row has one byte",
     ),
     Equivalent(
-        "data/mixture.py",
-        "check_distinct",
-        "995fedb5",
-        "for path, manifest in zip(paths, manifests, strict=True):",
-        "for path, manifest in zip(paths, manifests):",
-        "as many manifests as paths are read",
+        module="data/mixture.py",
+        function="check_distinct",
+        digest="9f7ae68d",
+        before="zip(paths, manifests, strict=True)",
+        after="zip(paths, manifests)",
+        reason="as many manifests as paths are read",
     ),
     Equivalent(
-        "training/loop.py",
-        "find_ruin",
-        "9163131c",
-        "nothing_changed = run.step > 0 and trainer.guard.losses.skipped == run.step",
-        "nothing_changed = True and trainer.guard.losses.skipped == run.step",
-        "a complete run has taken a step",
+        module="training/loop.py",
+        function="find_ruin",
+        digest="b1035ec3",
+        before="nothing_changed = run.step > 0 and trainer.guard.losses.skipped == run.step",
+        after="nothing_changed = True and trainer.guard.losses.skipped == run.step",
+        reason="a complete run has taken a step",
     ),
     Equivalent(
-        "training/loop.py",
-        "seed_micro_batch",
-        "40435b20",
-        "if torch.cuda.is_initialized():",
-        "if True:",
-        "without a GPU, it seeds nothing",
+        module="training/loop.py",
+        function="seed_micro_batch",
+        digest="514ba24e",
+        before="torch.cuda.is_initialized()",
+        after="True",
+        reason="without a GPU, it seeds nothing",
     ),
     Equivalent(
-        "training/optimizer.py",
-        "GuardedOptimizer.step",
-        "34b32a51",
-        "(self._prepared if self._scaler else self.plain).step()",
-        "(self._prepared if True else self.plain).step()",
-        "Accelerate's step is the same, and slower",
+        module="training/optimizer.py",
+        function="GuardedOptimizer.step",
+        digest="395ed893",
+        before="(self._prepared if self._scaler else self.plain).step()",
+        after="(self._prepared if True else self.plain).step()",
+        reason="Accelerate's step is the same, and slower",
     ),
     Equivalent(
-        "data/feed.py",
-        "prepare_loader",
-        "64e2fae6",
-        'pin_memory=accelerator.device.type == "cuda",',
-        "pin_memory=False,",
-        "not reached without a GPU",
+        module="data/feed.py",
+        function="prepare_loader",
+        digest="052d8716",
+        before="non_blocking=True",
+        after="non_blocking=False",
+        reason="copies to the CPU wait anyway",
     ),
     Equivalent(
-        "data/feed.py",
-        "prepare_loader",
-        "64e2fae6",
-        "loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True",
-        "loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, "
-        "non_blocking=False",
-        "copies to the CPU wait anyway",
+        module="data/feed.py",
+        function="Feed._steps",
+        digest="e90416ee",
+        before="2 ** 63",
+        after="2 ** 64",
+        reason="both are past every position",
     ),
     Equivalent(
-        "data/feed.py",
-        "Feed._steps",
-        "9495463b",
-        "end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63",
-        "end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**64",
-        "both are past every position",
+        module="data/mixture.py",
+        function="MixedOrder.by_source",
+        digest="bd71273a",
+        before="for k, order in zip(reached, self._orders, strict=True)",
+        after="for k, order in zip(reached, self._orders)",
+        reason="both have a value per source",
     ),
     Equivalent(
-        "data/mixture.py",
-        "MixedOrder.by_source",
-        "a39c8444",
-        "epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]",
-        "epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]",
-        "both have a value per source",
+        module="model/optim.py",
+        function="orthogonal_updates",
+        digest="c7eaa5c3",
+        before="zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)",
+        after="zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous())",
+        reason="as many updates as matrices",
     ),
     Equivalent(
-        "model/optim.py",
-        "orthogonal_updates",
-        "b0a8a4da",
-        "found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)",
-        "found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous())",
-        "as many updates as matrices",
+        module="model/optim.py",
+        function="orthogonal",
+        digest="525fbeed",
+        before="dtype == torch.float32 and x.size(2) > 1.5 * x.size(1)",
+        after="dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1)",
+        reason="two ways to the same matrix",
     ),
     Equivalent(
-        "model/optim.py",
-        "orthogonal",
-        "2e1f92dd",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
-        "if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
-        "two ways to the same matrix",
+        module="training/guard.py",
+        function="RunningStatistics.__init__",
+        digest="e37f774d",
+        before="self.load_state_dict((0, 0, 0))",
+        after="self.load_state_dict((0, 0, 1))",
+        reason="of no value, the variance is not used",
     ),
     Equivalent(
-        "training/guard.py",
-        "RunningStatistics.__init__",
-        "1d43c79c",
-        "self.load_state_dict((0, 0, 0))",
-        "self.load_state_dict((0, 0, 1))",
-        "of no value, the variance is not used",
+        module="training/guard.py",
+        function="Guard.judge",
+        digest="8e2e6c08",
+        before="loss > limit",
+        after="loss >= limit",
+        reason="a loss that equals its limit",
     ),
     Equivalent(
-        "training/guard.py",
-        "Guard.judge",
-        "29e76283",
-        "elif loss > limit:",
-        "elif loss >= limit:",
-        "a loss that equals its limit",
+        module="training/guard.py",
+        function="copy_to_host",
+        digest="1186ca2e",
+        before="values.device.type != 'cuda'",
+        after="True",
+        reason="not reached without a GPU",
     ),
     Equivalent(
-        "training/guard.py",
-        "copy_to_host",
-        "b44188c2",
-        'if values.device.type != "cuda":',
-        "if True:",
-        "not reached without a GPU",
+        module="training/guard.py",
+        function="copy_to_host",
+        digest="1186ca2e",
+        before=(
+            "torch.empty_like(values, device='cpu', pin_memory=True).copy_(values, "
+            "non_blocking=True)"
+        ),
+        after="torch.empty_like(values, device='cpu', pin_memory=True).copy_(values)",
+        reason="not reached without a GPU",
     ),
     Equivalent(
-        "training/guard.py",
-        "copy_to_host",
-        "b44188c2",
-        'copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)',
-        'copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)',
-        "not reached without a GPU",
+        module="training/loop.py",
+        function="train_loop",
+        digest="94b2c0fd",
+        before="Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)",
+        after="Pending(row=row, evaluate=True, save=run.config.rollbacks > 1)",
+        reason="a run has three rollbacks, or none",
     ),
     Equivalent(
-        "training/loop.py",
-        "train_loop",
-        "89b31cd5",
-        "progress.pending = Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)",
-        "progress.pending = Pending(row=row, evaluate=True, save=run.config.rollbacks > 1)",
-        "a run has three rollbacks, or none",
+        module="model/optim.py",
+        function="muon_step",
+        digest="f4710039",
+        before="zip(parameters, updates, strict=True)",
+        after="zip(parameters, updates)",
+        reason="both have a value per parameter",
     ),
     Equivalent(
-        "training/optimizer.py",
-        "GuardedOptimizer.__init__",
-        "f52499fe",
-        'self._waits = not all(group.get("fused") for group in self.plain.param_groups)',
-        "self._waits = True",
-        "the same step; the kernel would not have to wait",
+        module="model/optim.py",
+        function="orthogonal",
+        digest="525fbeed",
+        before="dtype == torch.float32 and x.size(2) > 1.5 * x.size(1)",
+        after="False",
+        reason="the same matrix, by more arithmetic",
     ),
     Equivalent(
-        "model/optim.py",
-        "muon_step",
-        "8e2ea0a2",
-        "for parameter, update in zip(parameters, updates, strict=True):",
-        "for parameter, update in zip(parameters, updates):",
-        "both have a value per parameter",
-    ),
-    Equivalent(
-        "model/optim.py",
-        "orthogonal",
-        "2e1f92dd",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
-        "if False: # nearer to a square, it takes more arithmetic",
-        "the same matrix, by more arithmetic",
-    ),
-    Equivalent(
-        "model/optim.py",
-        "orthogonal",
-        "2e1f92dd",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(2): # nearer to a square, it takes more arithmetic",
-        "the same matrix, by more arithmetic",
+        module="model/optim.py",
+        function="orthogonal",
+        digest="525fbeed",
+        before="dtype == torch.float32 and x.size(2) > 1.5 * x.size(1)",
+        after="dtype == torch.float32 and x.size(2) > 1.5 * x.size(2)",
+        reason="the same matrix, by more arithmetic",
     ),
 ]
 
-SWAPS = "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, "
-SWAPS += "and:or, or:and, +:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
-SWAPS += "minimum:maximum, maximum:minimum, ceil:floor, floor:ceil"
-SWAP = dict(swap.split(":") for swap in SWAPS.split(", "))
+SWAP = {
+    "<<": ">>",
+    ">>": "<<",
+    "<=": "<",
+    "<": "<=",
+    ">=": ">",
+    ">": ">=",
+    "==": "!=",
+    "!=": "==",
+    "is not": "is",
+    "is": "is not",
+    "not in": "in",
+    "in": "not in",
+    "and": "or",
+    "or": "and",
+    "+": "-",
+    "-": "+",
+    "**": "*",
+    "*": "+",
+    "//": "*",
+    "/": "*",
+    "%": "//",
+    "&": "|",
+    "|": "&",
+    "^": "&",
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "minimum": "maximum",
+    "maximum": "minimum",
+    "ceil": "floor",
+    "floor": "ceil",
+}
+"""What replaces an operator or the name of a function. Longer operators come first."""
 OPERATOR = re.compile("|".join(re.escape(old) for old in SWAP))
 
+LONG = 80
+"""Most characters of what `Mutant.before` shows around a change, where the change is shorter."""
 # bytes of address space: a mutant whose loop never ends must not take the machine's
 MEMORY = 8 * 2**30
 
 
 class Mutant(NamedTuple):
-    """A module's source with one change, and the line of the change (several are joined) before and
-    after."""
+    """A module's source with one change."""
 
     line: int
     function: str  # around the change, as in `Equivalent`
     digest: str
-    before: str
+    before: str  # the statement or expression around the change, as `ast.unparse` writes it
     after: str
     source: bytes
 
@@ -357,9 +462,17 @@ class Mutant(NamedTuple):
         return f"{self.line}: {self.before}  ->  {self.after}"
 
 
+class Change(NamedTuple):
+    """Bytes `first` to `last` of a source become `text`."""
+
+    first: int
+    last: int
+    text: str
+
+
 def place_of(tree, line):
-    """The innermost function or class around a line of a module, or the statement there: its name,
-    and its node."""
+    """The innermost function or class around a line of a
+    module, or the statement there: its name, and its node."""
     name = ""
     node = tree
     while True:
@@ -373,124 +486,174 @@ def place_of(tree, line):
         name = f"{name}.{node.name}".lstrip(".")
 
 
-def digest_of(source, node):
-    """Eight hexadecimal digits of the SHA-256 of a node's source, without white space."""
-    text = "".join((ast.get_source_segment(source, node) or "").split())
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def digest_of(node):
+    """Eight hexadecimal digits of the SHA-256 of a node's source, without comments and layout."""
+    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:8]
 
 
 def find_equivalent(module, mutant):
     """The entry of `EQUIVALENT` for a mutant, of any digest; None without one."""
+    wanted = (module, mutant.function, mutant.before, mutant.after)
     for entry in EQUIVALENT:
-        if (entry.module, entry.function, entry.before, entry.after) == (
-            module,
-            mutant.function,
-            mutant.before,
-            mutant.after,
-        ):
+        if (entry.module, entry.function, entry.before, entry.after) == wanted:
             return entry
     return None
 
 
-@cache
-def mutants_of(module):
-    """As many mutants of a module as `MODULES` says, evenly spread over all of its places."""
-    source = (ROOT / "gpt2_ddp" / module).read_bytes()
-    lines = [0, *(match.end() for match in re.finditer(b"\n", source))]
+class Source:
+    """The source of a module, and all of its changes."""
 
-    def span(node):
-        return lines[node.lineno - 1] + node.col_offset, lines[
-            node.end_lineno - 1
-        ] + node.end_col_offset
+    def __init__(self, text, parts=()):
+        self.text = text
+        self.tree = ast.parse(text)
+        self._parts = parts
+        self._lines = [0, *(match.end() for match in re.finditer(b"\n", text))]
+        self._paths = {change: path for path, change in self._walk(self.tree, ())}
+        self.changes = sorted(self._paths)
 
-    def operator(left, right):
-        first = span(left)[1]
-        if found := OPERATOR.search(source[first : span(right)[0]].decode("latin1")):
-            yield first + found.start(), first + found.end(), SWAP[found[0]]
+    def mutant(self, change):
+        """The mutant of one of the changes."""
+        changed = self.text[: change.first] + change.text.encode() + self.text[change.last :]
+        function, node = self.place_of(change)
+        before, after = shown(self.tree, ast.parse(changed), self._paths[change])
+        return Mutant(self._line_of(change), function, digest_of(node), before, after, changed)
 
-    def changes(node):
-        """First and last byte of what is replaced, and its replacement."""
+    def place_of(self, change):
+        return place_of(self.tree, self._line_of(change))
+
+    def _line_of(self, change):
+        return self.text.count(b"\n", 0, change.first) + 1
+
+    def _walk(self, node, path):
+        """The changes of a node and of all inside; with the path to the node of each, which has a
+        field and maybe an index for each step from the tree."""
+        function = getattr(node, "func", None)
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr) or name == "print":
+            return
+        if not self._parts or self._is_in_part(path):
+            # the statement around a condition would have its body
+            place = (*path, ("test", None)) if isinstance(node, ast.If) else path
+            for change in self._changes(node):
+                yield place, Change(*change)
+        for field, value in ast.iter_fields(node):
+            if field in ("decorator_list", "annotation", "returns"):
+                continue
+            for index, child in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(child, ast.AST):
+                    step = (field, index if isinstance(value, list) else None)
+                    yield from self._walk(child, (*path, step))
+
+    def _is_in_part(self, path):
+        return any(getattr(node, "name", "") in self._parts for node in nodes(self.tree, path))
+
+    def _changes(self, node):
+        """The changes of a node itself: first and last
+        byte of what is replaced, and its replacement."""
+        span = self._span
         match node:
             case ast.Compare(left=left, comparators=rest):
                 for one, other in zip([left, *rest], rest, strict=False):
-                    yield from operator(one, other)
+                    yield from self._operator(one, other)
             case ast.BinOp(left=left, right=right) if not is_text(left) and not is_text(right):
-                yield from operator(left, right)
+                yield from self._operator(left, right)
             case ast.AugAssign(target=target, value=value) if not is_text(value):
-                yield from (*operator(target, value), (*span(node), "pass"))
+                yield from self._operator(target, value)
+                yield *span(node), "pass"
             case ast.BoolOp(op=op, values=values):
                 for left, right in pairwise(values):
-                    yield from operator(left, right)
-                parts = [
-                    value
-                    for value in values
-                    if not isinstance(value, ast.Constant | ast.Dict | ast.Tuple)
-                ]
-                # takes it out
-                yield from ((*span(part), str(isinstance(op, ast.And))) for part in parts)
-            case ast.UnaryOp(op=ast.Not() | ast.USub() as op):
-                yield span(node)[0], span(node)[0] + (4 if isinstance(op, ast.Not) else 1), ""
-            case ast.Constant(value=bool() | int() | float() as value):
-                yield *span(node), str(not value if isinstance(value, bool) else value + 1)
-            case ast.Call(func=function, args=args, keywords=keywords):
-                stop, name = (
-                    span(function)[1],
-                    getattr(function, "attr", getattr(function, "id", "")),
-                )
-                if name in SWAP:
-                    yield stop - len(name), stop, SWAP[name]
-                for keyword in keywords:
-                    begun, ended = span(keyword)
-                    before = max(
-                        (span(one)[1] for one in [*args, *keywords] if span(one)[1] <= begun),
-                        default=None,
-                    )
-                    if keyword.arg and before:
-                        yield source.index(b",", before), ended, ""
-            case ast.If(test=test) | ast.IfExp(test=test) if not is_text(
-                getattr(node, "orelse", None)
-            ):
-                yield from ((*span(test), truth) for truth in ("True", "False"))
-            case ast.comprehension(ifs=ifs):
-                yield from ((*span(test), truth) for test in ifs for truth in ("True", "False"))
-            case ast.Return(value=ast.expr() as value) if (
-                getattr(value, "value", value) is not None
-            ):
-                yield *span(value), "None"
+                    yield from self._operator(left, right)
+                for value in values:
+                    if not isinstance(value, ast.Constant | ast.Dict | ast.Tuple):
+                        yield *span(value), str(isinstance(op, ast.And))  # takes it out
+            case ast.UnaryOp(op=ast.Not()):
+                yield span(node)[0], span(node)[0] + len("not "), ""
+            case ast.UnaryOp(op=ast.USub()):
+                yield span(node)[0], span(node)[0] + len("-"), ""
+            case ast.Constant(value=bool() as value):
+                yield *span(node), str(not value)
+            case ast.Constant(value=int() | float() as value):
+                yield *span(node), str(value + 1)
+            case ast.Call():
+                yield from self._call(node)
+            case ast.If(test=test, orelse=other) | ast.IfExp(test=test, orelse=other):
+                if not is_text(other):
+                    yield *span(test), "True"
+                    yield *span(test), "False"
+            case ast.comprehension(ifs=tests):
+                for test in tests:
+                    yield *span(test), "True"
+                    yield *span(test), "False"
+            case ast.Return(value=ast.expr() as value):
+                if not isinstance(value, ast.Constant) or value.value is not None:
+                    yield *span(value), "None"
             case ast.Expr(value=ast.Call()):
                 yield *span(node), "pass"
 
-    def walk(node):
-        name = getattr(
-            getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", "")
-        )
-        if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr) or name == "print":
-            return
-        yield from changes(node)
-        for field, value in ast.iter_fields(node):
-            if field not in ("decorator_list", "annotation", "returns"):
-                for child in value if isinstance(value, list) else [value]:
-                    if isinstance(child, ast.AST):
-                        yield from walk(child)
+    def _call(self, node):
+        """The changes of a call: another function, and each keyword left out."""
+        end = self._span(node.func)[1]
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in SWAP:
+            yield end - len(name), end, SWAP[name]
+        arguments = [self._span(argument) for argument in [*node.args, *node.keywords]]
+        for keyword in node.keywords:
+            begin, end = self._span(keyword)
+            ends_before = [last for _, last in arguments if last <= begin]
+            if keyword.arg and ends_before:
+                yield self.text.index(b",", max(ends_before)), end, ""
 
-    tree = ast.parse(source)
-    parts = [
-        part
-        for part in ast.walk(tree)
-        if getattr(part, "name", "") in PARTS.get(module, "").split()
-    ] or [tree]
-    places = sorted({change for part in parts for change in walk(part)})
-    mutants, count = [], min(MODULES[module][0], len(places))
-    for first, last, text in (places[len(places) * number // count] for number in range(count)):
-        begin, end = source.rindex(b"\n", 0, first) + 1, source.index(b"\n", last)
-        changed = source[:first] + text.encode() + source[last:]
-        shown = source[begin:end], changed[begin : end + len(changed) - len(source)]
-        before, after = (" ".join(part.decode().split()) for part in shown)
-        line = source.count(b"\n", 0, first) + 1
-        function, node = place_of(tree, line)
-        digest = digest_of(source.decode(), node)
-        mutants.append(Mutant(line, function, digest, before, after, changed))
-    return mutants
+    def _operator(self, left, right):
+        """The change of the operator between two expressions."""
+        first = self._span(left)[1]
+        between = self.text[first : self._span(right)[0]].decode("latin1")
+        if operator := OPERATOR.search(between):
+            yield first + operator.start(), first + operator.end(), SWAP[operator[0]]
+
+    def _span(self, node):
+        first = self._lines[node.lineno - 1] + node.col_offset
+        last = self._lines[node.end_lineno - 1] + node.end_col_offset
+        return first, last
+
+
+def nodes(tree, path):
+    """The nodes along a path, from the tree on; fewer where the tree has no such node."""
+    along = [tree]
+    for field, index in path:
+        child = getattr(along[-1], field, None)
+        if index is not None:
+            child = child[index] if isinstance(child, list) and index < len(child) else None
+        if not isinstance(child, ast.AST):
+            break
+        along.append(child)
+    return along
+
+
+def shown(tree, changed, path):
+    """What surrounds a change at a path, before and after: the largest part of at most `LONG`
+    characters of its statement, or the smallest where each is longer."""
+    pairs = []
+    along = [*zip(nodes(tree, path), nodes(changed, path), strict=False)]
+    for before, after in reversed(along):
+        if isinstance(before, ast.Match) or isinstance(getattr(before, "body", None), list):
+            break
+        texts = ast.unparse(before).strip(), ast.unparse(after).strip()
+        if texts[0] != texts[1]:
+            pairs.append(texts)
+    if isinstance(along[-1][0], ast.Constant) and len(pairs) > 1:
+        del pairs[0]  # a number or truth alone does not say which
+    short = [pair for pair in pairs if len(pair[0]) <= LONG]
+    return short[-1] if short else pairs[0]
+
+
+@cache
+def mutants_of(module):
+    """As many mutants of a module as `MODULES` says, evenly spread over all of its changes."""
+    text = (ROOT / "gpt2_ddp" / module).read_bytes()
+    source = Source(text, MODULES[module].parts)
+    places = len(source.changes)
+    count = min(MODULES[module].mutants, places)
+    return [source.mutant(source.changes[places * number // count]) for number in range(count)]
 
 
 def is_text(node):
@@ -498,10 +661,21 @@ def is_text(node):
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
+def pytest_arguments(tested):
+    """What pytest is given to run a module's tests."""
+    tests = [f"tests/{test}" for test in tested.tests]
+    return [*tests, "-k", tested.chosen] if tested.chosen else tests
+
+
+def limit_memory():
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
 def run_tests(copy, module, source=b"", limit=1800.0):
     """Runs a module's tests in a copy of the tree, on this source of it, or its own: killed,
     survived or timeout; and the seconds."""
-    begun, file = time.monotonic(), copy / "gpt2_ddp" / module
+    begun = time.monotonic()
+    file = copy / "gpt2_ddp" / module
     original = file.read_bytes()
     file.write_bytes(source or original)
     environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(copy)}
@@ -510,7 +684,7 @@ def run_tests(copy, module, source=b"", limit=1800.0):
         sys.executable,
         "-m",
         "pytest",
-        *MODULES[module][1],
+        *pytest_arguments(MODULES[module]),
         "-x",
         "-q",
         "-p",
@@ -518,10 +692,15 @@ def run_tests(copy, module, source=b"", limit=1800.0):
     ]
     with (copy / "output.txt").open("w") as output:
         tests = subprocess.Popen(
-            [*command, "--basetemp", "temporary"], cwd=copy, env=os.environ | environment, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=output, start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
-        )  # fmt: skip
+            [*command, "--basetemp", "temporary"],
+            cwd=copy,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=limit_memory,
+        )
     try:
         state = "killed" if tests.wait(limit) else "survived"
     except subprocess.TimeoutExpired:
@@ -553,10 +732,9 @@ def run_mutants(module, free, jobs):
         if state == "survived":
             print(f"survived: {module}:{mutant}", flush=True)
             if entry:
-                print(
-                    f"  {mutant.function} has changed since it was equivalent ({entry.reason}); look again, then"
-                )
-                print(f"  record the digest {mutant.digest} in EQUIVALENT", flush=True)
+                print(f"  {mutant.function} has changed since it was equivalent ({entry.reason});")
+                print("  look again, then", end=" ")
+                print(f"record the digest {mutant.digest} in EQUIVALENT", flush=True)
         return state
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -580,12 +758,13 @@ def main():
     modules = args.only or MODULES
     for module in modules:
         mutants_of(module)  # of the sources that are copied now
-    total, free = Counter[str](), SimpleQueue[Path]()
+    total = Counter[str]()
+    free = SimpleQueue[Path]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number in range(args.jobs):
             copy = Path(folder) / str(number)
             copy.mkdir()
-            for name in COPIED.split():
+            for name in COPIED:
                 copy_it = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
                 copy_it(ROOT / name, copy / name)
             free.put(copy)

@@ -1,5 +1,5 @@
-"""A folder of files such as people have, for the tests of what text goes in, and for the table of
-docs/data.md."""
+"""A folder of files such as people have, for the tests of
+what text goes in, and for the table of docs/data.md."""
 
 import bz2
 import gzip
@@ -142,7 +142,7 @@ def difficult_texts():
 
 
 def library_texts(count):
-    """The first files of Python's standard library, as a preparation reads them; empty ones are
-    left out."""
+    """The first files of Python's standard library, as a
+    preparation reads them; empty ones are left out."""
     texts = (path.read_bytes().decode("utf-8", "replace") for path in library_files())
     return list(islice((text for text in texts if text), count))

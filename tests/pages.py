@@ -106,12 +106,13 @@ files of one's own; test_lm_eval.py takes the command from the page
 CANNOT = {
     why: parts for why, *parts in (block.strip("\n").split("\n") for block in NEEDED.split("\n\n"))
 }
-"""What is not here -> parts of the commands that need it, $ being the end of a command. They are
-still parsed."""
+"""What is not here -> parts of the commands that need it,
+$ being the end of a command. They are still parsed."""
 
 TRAINING = (
     "--train.steps {steps} --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
-    " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512 --optim.warmup_steps 2"
+    " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512"
+    " --optim.warmup_steps 2"
     " --optim.schedule constant"  # the same run is made longer, which a decay to 0 forbids
     " --tracking.sample_every 0"
 )
@@ -126,8 +127,8 @@ SMALLER = {
     "ddp_lab.py": "--only set_epoch",
     "generate.py": "--max_new_tokens 8",
 }
-"""Script -> flags that are added unless the page gives them; none where a run's own configuration
-is given."""
+"""Script -> flags that are added unless the page gives
+them; none where a run's own configuration is given."""
 
 
 class PageCommand(NamedTuple):
@@ -149,16 +150,16 @@ class PageCommand(NamedTuple):
 
     @property
     def words(self):
-        """As a shell takes it apart, without a comment at its end, and without variables that are
-        set before it."""
+        """As a shell takes it apart, without a comment at its
+        end, and without variables that are set before it."""
         words = shlex.split(self.text, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
         return words
 
     def smaller(self, number):
-        """The text with the flags of SMALLER, the `number`-th of its page: a training then goes on
-        for two steps."""
+        """The text with the flags of SMALLER, the `number`-th
+        of its page: a training then goes on for two steps."""
         found = re.search(r"scripts/(\w+\.py)", self.text)
         if not found or found[1] not in SMALLER or "--config runs/" in self.text:
             return self.text
@@ -168,10 +169,14 @@ class PageCommand(NamedTuple):
         return f"{self.text[: found.end()]}{more}{self.text[found.end() :]}"
 
 
-PROGRAMS = re.findall(r"\S+", """
-python torchrun accelerate make pip docker export lm_eval hf source sbatch srun mkdir cloud/launch.sh kubectl sky aws
-""")  # fmt: skip
-INLINE = r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
+PROGRAMS = (
+    *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf"),
+    *("source", "sbatch", "srun", "mkdir", "cloud/launch.sh", "kubectl", "sky", "aws"),
+)
+INLINE = (
+    r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/"
+    r"|pip install |make [a-z-]+$"
+)
 
 
 def commands(page):

@@ -49,11 +49,10 @@ def wait_until(condition, seconds=120, process=None):
     deadline = time.monotonic() + seconds
     while not condition():
         if process:
-            ended = (
-                process.poll() is not None
-                if isinstance(process, subprocess.Popen)
-                else not process.is_alive()
-            )
+            if isinstance(process, subprocess.Popen):
+                ended = process.poll() is not None
+            else:
+                ended = not process.is_alive()
             assert not ended, "the process has ended"
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
@@ -61,8 +60,8 @@ def wait_until(condition, seconds=120, process=None):
 
 
 def start_ranks(function, world, *args):
-    """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python
-    script.py`."""
+    """Starts `function(*args)` on each rank; one process
+    alone gets no rank, like a plain `python script.py`."""
     port = reserve_port()
     started = []
     for rank in range(world):
@@ -82,15 +81,15 @@ def start_ranks(function, world, *args):
 
 
 def start(process):
-    """Starts a process, maybe with the server, in which signals are blocked as in that of a
-    training's workers."""
+    """Starts a process, maybe with the server, in which
+    signals are blocked as in that of a training's workers."""
     with _as_server():
         process.start()
 
 
 def start_server():
-    """Starts the server, once, for other processes of the suite. Returns what `use_server`
-    takes."""
+    """Starts the server, once, for other processes
+    of the suite. Returns what `use_server` takes."""
     with _as_server():
         forkserver.ensure_running()
     return {
@@ -132,16 +131,16 @@ def rank_environment(rank, world, port):
 
 
 def forked_ranks(function, arguments):
-    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch
-    loaded."""
+    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`:
+    the ranks are forked, with torch loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
     return [process for process, _ in started]
 
 
 RECEIVERS = []
-"""Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an
-error."""
+"""Pipes of forked ranks, whose results nobody reads:
+a closed pipe would end a rank with an error."""
 
 
 OUTPUTS = []
@@ -154,9 +153,8 @@ def write_to(files):
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     if files:
-        sys.stdout, sys.stderr = (
-            open(number, "w", buffering=1, closefd=False) for number in (1, 2)
-        )
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _own_arguments(function, arguments, outputs):
@@ -175,7 +173,8 @@ def results(started, timeout=120):
             try:
                 value, error = receiver.recv()
             except EOFError:
-                value, error = None, f"rank {rank} died"
+                value = None
+                error = f"rank {rank} died"
             if error is not None:
                 raise RankError(error)
             values.append(value)
@@ -194,8 +193,8 @@ def run_ranks(function, world, *args, timeout=120):
 
 
 def run_until_killed(function, world, *args, timeout=120):
-    """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other
-    ranks."""
+    """Runs `function(*args)` on each rank until the last
+    rank dies of SIGKILL; then kills the other ranks."""
     started = start_ranks(function, world, *args)
     started[-1][0].join(timeout)
     exit_code = started[-1][0].exitcode
@@ -222,8 +221,8 @@ def in_turn(*calls):
 
 
 def first_calls(function, *args):
-    """The functions of the package that `function(*args)` calls in this thread, in the order of
-    their first calls."""
+    """The functions of the package that `function(*args)`
+    calls in this thread, in the order of their first calls."""
     found = {}
 
     def note(frame, event, _):

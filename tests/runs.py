@@ -1,5 +1,5 @@
-"""Configurations of runs that take seconds, functions that train them on ranks, and what is done to
-their records."""
+"""Configurations of runs that take seconds, functions that
+train them on ranks, and what is done to their records."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,6 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -30,46 +29,51 @@ from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
 
-KINDS = yaml.safe_load("""
-regression:
-  data: {points: 101, test_points: 31}
-  optim: {momentum: 0.9}
-  train: {global_batch_size: 12}
-mlp:
-  data: {points: 101, test_points: 31}
-  model: {hidden: [30, 20]}
-  optim: {name: adam}
-  train: {global_batch_size: 24, micro_batch_size: 4, mixed_precision: bf16}
-lenet:
-  data: {name: cifar100, augment: true}
-  model: {name: lenet}
-  optim: {name: adam, lr: 0.001}
-  train: {global_batch_size: 48, micro_batch_size: 16}
-resnet18:
-  data: {name: cifar100}
-  model: {name: resnet18}
-  train: {global_batch_size: 12, micro_batch_size: 4}
-transformer:
-  data: {sequences: 19}
-  model: {dropout: 0.1}
-  train: {global_batch_size: 6}
-""")
-JOB = yaml.safe_load("""
-run_name: run
-train: {epochs: 4, device: cpu}
-tracking: {log_every: 1}
-eval: {batch_size: 8}
-checkpoint: {background: false}  # or rows and kills would come in any order
-""")
-GPT = yaml.safe_load("""
-run_name: run
-model: {n_layer: 2, n_head: 2, n_embd: 32, block_size: 32}
-optim: {lr: 0.003, min_lr: 0.0003, warmup_steps: 2}
-train: {steps: 10, global_batch_tokens: 384, micro_batch_size: 3, device: cpu}
-eval: {every: 10, tokens: 500}
-checkpoint: {every: 5, background: false}
-tracking: {log_every: 1}
-""")
+KINDS = {
+    "regression": {
+        "data": {"points": 101, "test_points": 31},
+        "optim": {"momentum": 0.9},
+        "train": {"global_batch_size": 12},
+    },
+    "mlp": {
+        "data": {"points": 101, "test_points": 31},
+        "model": {"hidden": [30, 20]},
+        "optim": {"name": "adam"},
+        "train": {"global_batch_size": 24, "micro_batch_size": 4, "mixed_precision": "bf16"},
+    },
+    "lenet": {
+        "data": {"name": "cifar100", "augment": True},
+        "model": {"name": "lenet"},
+        "optim": {"name": "adam", "lr": 0.001},
+        "train": {"global_batch_size": 48, "micro_batch_size": 16},
+    },
+    "resnet18": {
+        "data": {"name": "cifar100"},
+        "model": {"name": "resnet18"},
+        "train": {"global_batch_size": 12, "micro_batch_size": 4},
+    },
+    "transformer": {
+        "data": {"sequences": 19},
+        "model": {"dropout": 0.1},
+        "train": {"global_batch_size": 6},
+    },
+}
+JOB = {
+    "run_name": "run",
+    "train": {"epochs": 4, "device": "cpu"},
+    "tracking": {"log_every": 1},
+    "eval": {"batch_size": 8},
+    "checkpoint": {"background": False},  # or rows and kills would come in any order
+}
+GPT = {
+    "run_name": "run",
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32},
+    "optim": {"lr": 0.003, "min_lr": 0.0003, "warmup_steps": 2},
+    "train": {"steps": 10, "global_batch_tokens": 384, "micro_batch_size": 3, "device": "cpu"},
+    "eval": {"every": 10, "tokens": 500},
+    "checkpoint": {"every": 5, "background": False},
+    "tracking": {"log_every": 1},
+}
 
 
 def job_config(kind, output_dir, changes=None):
@@ -177,7 +181,9 @@ def train_with_faults(
     from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
 
-    step, sample_texts, taken = loop.train_step, generate.sample_texts, []
+    step = loop.train_step
+    sample_texts = generate.sample_texts
+    taken = []
 
     def train_step(trainer):
         run = trainer.run
@@ -201,11 +207,13 @@ def train_with_faults(
             model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll
         )
 
-    loop.train_step, generate.sample_texts = train_step, sample_less
+    loop.train_step = train_step
+    generate.sample_texts = sample_less
     try:
         return train(config)
     finally:
-        loop.train_step, generate.sample_texts = step, sample_texts
+        loop.train_step = step
+        generate.sample_texts = sample_texts
 
 
 def complete(config, world=1, *faults):
@@ -226,8 +234,8 @@ def rows(run):
 
 
 def untimed(run):
-    """The rows without timings: those of a resumed run are equal to those of the same run left
-    alone."""
+    """The rows without timings: those of a resumed run
+    are equal to those of the same run left alone."""
     return [
         {name: value for name, value in row.items() if field_of(name).kind != "measured"}
         for row in rows(run)
@@ -271,8 +279,8 @@ def state_of(run):
 
 
 def lasting_state(checkpoint):
-    """The state in a checkpoint without run id and log, which differ between a run left alone and
-    one resumed."""
+    """The state in a checkpoint without run id and log,
+    which differ between a run left alone and one resumed."""
     state = read_json(checkpoint / "state.json")
     del state["progress"]["run_id"], state["log"]
     return state
@@ -300,8 +308,8 @@ def weights(run):
 
 
 def tensors_of(place, what):
-    """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their
-    order."""
+    """The tensors of a checkpoint's `model` or `optimizer`,
+    whole: the rows of all parts, in their order."""
     parts = [load_file(file) for file in sorted(place.glob(f"{what}*.safetensors"))]
     found = {
         name: [part[name] for part in parts if name in part] for part in parts for name in part
@@ -320,15 +328,15 @@ def assert_same(one, other):
 
 
 def training_config(corpus, output_dir, changes=None):
-    """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ
-    from it."""
+    """A tiny GPT of ten steps on the CPU, a quarter of a
+    second; dotted names in `changes` differ from it."""
     own = {"output_dir": str(output_dir), "data.path": str(corpus)} | (changes or {})
     return TrainingConfig.model_validate(changed(deepcopy(GPT), own))
 
 
 def edit_manifest(folder, **changes):
-    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is
-    wrong."""
+    """Changes values of a manifest.json, and its own hash
+    with them, so that only what they mean is wrong."""
     file = folder / "manifest.json"
     values = {**json.loads(file.read_text()), **changes}
     values.pop("sha256", None)
@@ -354,7 +362,9 @@ def edit_rows(run, edit, before=lambda *_: None):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     edit(rows)
     chain = FIRST_CHAIN
-    ends, lines, size = {chain: {"chain": chain, "bytes": 0}}, [], 0
+    ends = {chain: {"chain": chain, "bytes": 0}}
+    lines = []
+    size = 0
     for row in rows:
         old = row.pop("chain", "")
         before(row, ends)
@@ -367,8 +377,8 @@ def edit_rows(run, edit, before=lambda *_: None):
 
 
 def forge(run, edit=lambda rows: None):
-    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger
-    would."""
+    """Edits the rows, and makes all hashes in rows and
+    checkpoints fit again, as a patient forger would."""
 
     def fit(row, ends):
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")

@@ -1,5 +1,5 @@
-"""A real Slurm of two nodes on this machine, for the tests: munged, slurmctld and two slurmd in one
-folder."""
+"""A real Slurm of two nodes on this machine, for the
+tests: munged, slurmctld and two slurmd in one folder."""
 
 import os
 import re
@@ -39,7 +39,8 @@ SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
-# TERM reaches the group of a task's process, and not the ranks, which torchrun starts in sessions of their own
+# TERM reaches the group of a task's process, and not the ranks: torchrun starts them in sessions
+# of their own
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
@@ -106,8 +107,8 @@ class Slurm:
             time.sleep(1)
 
     def restarted(self, job, times=1):
-        """Waits until the job has been requeued, and begins it again at once: Slurm itself waits
-        for two minutes."""
+        """Waits until the job has been requeued, and begins it
+        again at once: Slurm itself waits for two minutes."""
         while (found := self.job(job))["Restarts"] != str(times):
             assert found["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), (
                 "not requeued"
@@ -127,7 +128,8 @@ class Slurm:
 @contextmanager
 def slurm_in(folder):
     """Starts the daemons, and ends them and all that they have started, whatever happens."""
-    conf, key = folder / "slurm.conf", folder / "munge.key"
+    conf = folder / "slurm.conf"
+    key = folder / "munge.key"
     conf.write_text(
         CONF.format(folder=folder, port=reserve_port(), port1=reserve_port(), port2=reserve_port())
     )
@@ -203,6 +205,6 @@ def main(config):
 
 run_command(TrainingConfig, main)
 """
-"""scripts/train_gpt2.py without a report, with steps that last as long as the file `pace` says, and
-saves that last ten times as long: what ends a rank with its launcher ends it before it has
-saved."""
+"""scripts/train_gpt2.py without a report, with steps that last as
+long as the file `pace` says, and saves that last ten times as long:
+what ends a rank with its launcher ends it before it has saved."""

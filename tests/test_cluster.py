@@ -1,5 +1,5 @@
-"""The cluster check on real processes: what it finds, and that it ends within its bound naming whom
-it waited for."""
+"""The cluster check on real processes: what it finds, and
+that it ends within its bound naming whom it waited for."""
 
 import os
 import re
@@ -49,7 +49,8 @@ def check(tmp_path):
             args = (tmp_path / str(number), own, words, first)
             processes.append(CONTEXT.Process(target=_command, args=args, daemon=True))
             processes[-1].start()
-        deadline, ended = time.monotonic() + 60, []
+        deadline = time.monotonic() + 60
+        ended = []
         for number, process in enumerate(processes):
             process.join(max(deadline - time.monotonic(), 0))
             ended.append((process.exitcode, (tmp_path / str(number)).read_text()))
@@ -106,14 +107,33 @@ def _no_connection():
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("ranks", "world", "options", "expected"), [
-    ([0, 2], 3, {}, [rf"ranks = 1: .* 3 s \(connected: 0 \({HOST}\), 2 \({HOST}\)\)"]),
-    ([1], 2, {"MASTER_ADDR": "no.such.host"}, [r"MASTER_ADDR = no\.such\.host:\d+: rank 1 .* within 3 s"]),
-    ([0, 1], 2, {"before": _other_version}, [rf"accelerate = \S+ on ranks 0 \({HOST}\); 0\.34\.2 on ranks 1 "]),
-    ([0, 1], 2, {"before": _wrong_sums}, [r"all-reduce = ranks \[1\]: wrong sums"]),
-    pytest.param([0, 1, 1], 3, {}, ["ranks = 2: ", "RANK = 1: a second process"], marks=SLOW),
-    pytest.param([0, 1], 2, {"before": _no_connection}, [f"rank 1 on {HOST}: .* at all-reduce of 67,"], marks=SLOW),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "world", "options", "expected"),
+    [
+        ([0, 2], 3, {}, [rf"ranks = 1: .* 3 s \(connected: 0 \({HOST}\), 2 \({HOST}\)\)"]),
+        (
+            [1],
+            2,
+            {"MASTER_ADDR": "no.such.host"},
+            [r"MASTER_ADDR = no\.such\.host:\d+: rank 1 .* within 3 s"],
+        ),
+        (
+            [0, 1],
+            2,
+            {"before": _other_version},
+            [rf"accelerate = \S+ on ranks 0 \({HOST}\); 0\.34\.2 on ranks 1 "],
+        ),
+        ([0, 1], 2, {"before": _wrong_sums}, [r"all-reduce = ranks \[1\]: wrong sums"]),
+        pytest.param([0, 1, 1], 3, {}, ["ranks = 2: ", "RANK = 1: a second process"], marks=SLOW),
+        pytest.param(
+            [0, 1],
+            2,
+            {"before": _no_connection},
+            [f"rank 1 on {HOST}: .* at all-reduce of 67,"],
+            marks=SLOW,
+        ),
+    ],
+)
 def test_the_error_names_the_rank(check, ranks, world, options, expected):
     all_work = options.get("before") in (_other_version, _wrong_sums)
     ended = check(ranks, world, *(PATIENT if all_work else []), **options)
@@ -132,9 +152,13 @@ def test_a_port_that_another_program_has(check):
     assert (code, "error: MASTER_PORT = " in said) == (2, True)
 
 
-@pytest.mark.parametrize(("env", "code", "said"), [
-    ({}, 0, "torchrun --nproc_per_node 2"), ({"SLURM_STEP_NUM_TASKS": "2"}, 2, "error: processes = 2: only 1 started"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "code", "said"),
+    [
+        ({}, 0, "torchrun --nproc_per_node 2"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 2, "error: processes = 2: only 1 started"),
+    ],
+)
 def test_one_process_says_what_to_type(env, code, said):
     found = forked([SCRIPT, "--device", "cpu"], ROOT, **env)
     assert (found.returncode, said in found.stdout + found.stderr) == (code, True)

@@ -29,7 +29,8 @@ def tiny(corpus, folder):
 
 
 def test_ddp_and_data_parallel_end_with_the_parameters_of_one_process(tmp_path, corpus):
-    config, runs = tiny(corpus, tmp_path / "runs"), {}
+    config = tiny(corpus, tmp_path / "runs")
+    runs = {}
     for name, world, steps in (
         ("single", 1, 6),
         ("ddp", 2, 6),
@@ -41,7 +42,8 @@ def test_ddp_and_data_parallel_end_with_the_parameters_of_one_process(tmp_path, 
             measure, world, own, name == "replicas", steps, tmp_path / name
         )
         assert all(run == runs[name] for run in others)
-    single, ddp = runs["single"], runs["ddp"]
+    single = runs["single"]
+    ddp = runs["ddp"]
     assert difference(tmp_path / "ddp", tmp_path / "single") < 1e-5
     assert difference(tmp_path / "replicas", tmp_path / "single") < 1e-5
     assert difference(tmp_path / "shorter", tmp_path / "single") > 1e-4, (
@@ -64,7 +66,8 @@ def runs(*seconds):
 
 
 def test_the_table():
-    single, double = runs(2.0, 2.2, 3.0), runs(1.0, 1.3, 1.25)
+    single = runs(2.0, 2.2, 3.0)
+    double = runs(1.0, 1.3, 1.25)
     rows = [
         {"job": "gpt2", "way": "single", **numbers(single, single, 10, 0.0)},
         {"job": "gpt2", "way": "DDP-2", **numbers(double, single, 10, 3e-7)},

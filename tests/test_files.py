@@ -1,5 +1,5 @@
-"""Files that survive a crash: on disk before they get their name, and their names on disk before
-anybody needs them."""
+"""Files that survive a crash: on disk before they get their
+name, and their names on disk before anybody needs them."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from gpt2_ddp.files import free_name, local_copy, parse_json, user_folder, write
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     done = []
-    fsync, replace = os.fsync, Path.replace
+    fsync = os.fsync
+    replace = Path.replace
 
     def note_fsync(descriptor):
         place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -57,11 +58,18 @@ def test_a_planted_link_does_not_lead_a_write_elsewhere(tmp_path):
     assert free_name(tmp_path / "other").name == "other-2"
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("1" * 400, "more than 64 bits"), (f'{{"a": -{"9" * 5000}}}', "limit"),
-    ('{"a": 9223372036854775808}', "more than 64 bits"), ("[" * 60 + "]" * 60, "nested more than 50 levels"),
-    ('{"a":' * 99999, "nested more than 50 levels"), ("{", "Expecting"), ("\ufeff{}", "BOM"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1" * 400, "more than 64 bits"),
+        (f'{{"a": -{"9" * 5000}}}', "limit"),
+        ('{"a": 9223372036854775808}', "more than 64 bits"),
+        ("[" * 60 + "]" * 60, "nested more than 50 levels"),
+        ('{"a":' * 99999, "nested more than 50 levels"),
+        ("{", "Expecting"),
+        ("\ufeff{}", "BOM"),
+    ],
+)
 def test_json_that_is_not_taken(text, problem):
     with pytest.raises(ValueError, match=problem):
         parse_json(text)

@@ -1,11 +1,12 @@
 """What to run first on a GPU, in the order of its worth (`make gpu`, docs/benchmarks.md). With
 GPU_DEVICE=cpu, tiny.
 
-A part is one or more commands with a time limit. pytest's `--last-failed` runs those parts again
-that failed or had no time left. The table at the end has all parts of all calls, and what their
-runs found.
+A part is one or more commands with a time limit, and belongs to a tier. A part that passed on this
+commit is not run again; the earlier call may have been on another machine, whose gpu.json was
+brought to GPU_OUTPUT. The table at the end has all parts of all calls, and what their runs found.
 
-    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 .venv/bin/pytest -m gpu --last-failed tests/test_gpu.py
+    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 GPU_TIERS="smoke real" \\
+        .venv/bin/pytest -m gpu tests/test_gpu.py
 """
 
 import json
@@ -22,7 +23,6 @@ from typing import get_args
 
 import pytest
 import torch
-import yaml
 from cifar import pictures, write_folders
 from commands import ROOT, last_of_each
 from runs import train_with_faults
@@ -37,6 +37,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import write_json
+from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.rows import is_event
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
@@ -44,87 +45,128 @@ from gpt2_ddp.training.task import Due
 
 OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
-CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "inf"))
+CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "300" if DEVICE == "cuda" else "inf"))
 """Seconds of this call. A part begins only if its limit is left, or as the first part, which gets
 what there is."""
 BEGUN, USUAL_LIMIT, GRACE = time.monotonic(), 120, 10
 """Start; seconds of a part where `LIMITS` has no others, twice as many on a CPU; seconds to end
 after that."""
 TINY = (
-    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
+    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32"
+    " --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
 )
 TINY_PRESET = (
     "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
 )
 
-SHORT = yaml.safe_load("""
-flags: --output_dir {out} --train.device {device} --optim.decay_steps 400
-small: scripts/train_gpt2.py {flags}{tiny}
-ranks: -m torch.distributed.run --standalone --nproc_per_node {gpus} {small} --tracking.log_every 1
-sharded: "{ranks} --run_name sharded --launch.parallel fsdp --tracking.sample_every 20"
-random: >-
-  --data.path {out}/random --data.prepare null --tracking.log_every 5 --train.mixed_precision bf16
-  --train.steps 40{large}
-124M: scripts/train_gpt2.py {flags} --config configs/gpt2_124m.yaml {random}
-curve: "{small} --tracking.log_every 1 --train.steps 200"
-step: -m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/
-""")
+SHORT = {
+    "flags": "--output_dir {out} --train.device {device} --optim.decay_steps 400",
+    "small": "scripts/train_gpt2.py {flags}{tiny}",
+    "ranks": (
+        "-m torch.distributed.run --standalone --nproc_per_node {gpus} {small}"
+        " --tracking.log_every 1"
+    ),
+    "sharded": "{ranks} --run_name sharded --launch.parallel fsdp --tracking.sample_every 20",
+    "random": (
+        "--data.path {out}/random --data.prepare null --tracking.log_every 5"
+        " --train.mixed_precision bf16 --train.steps 40{large}"
+    ),
+    "124M": "scripts/train_gpt2.py {flags} --config configs/gpt2_124m.yaml {random}",
+    "curve": "{small} --tracking.log_every 1 --train.steps 200",
+    "step": "-m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/",
+}
 """Parts of commands: the default training, and GPT-2 (124M) in bf16 with 64 windows of random
 tokens a step."""
-PARTS = yaml.safe_load("""
-# does it work at all
-fp32: ["{small} --run_name fp32 --train.mixed_precision no --train.steps 50"]
-bf16: ["{small} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"]
-resume:
-  - "{small} --run_name straight --train.deterministic --train.steps 40"
-  - "{small} --run_name resumed --train.deterministic --train.steps 20"
-  - "{small} --run_name resumed --train.deterministic --train.steps 40"
-stop:
-  - "{small} --run_name stopped --train.max_minutes 0.001 --train.steps 50"
-  - "{small} --run_name stopped --train.steps 50"
-Inf: ["tests/test_gpu.py Inf {flags}{tiny} --run_name inf --train.mixed_precision {fp16} --train.steps 50"]
-verify: ["scripts/verify_run.py {out}/resumed"]
-generate: ["scripts/generate.py {out}/resumed --max_new_tokens 20"]
-evaluate: ["scripts/evaluate.py {out}/resumed --device {device}"]
-torchrun: ["-m torch.distributed.run --standalone --nproc_per_node 1 {small} --run_name torchrun --train.steps 20"]
-# one model, in parts on all GPUs
-replicated: ["{ranks} --run_name replicated --train.steps 40"]
-sharded: ["{sharded} --train.steps 20", "{sharded} --train.steps 40", "scripts/verify_run.py {out}/sharded"]
-# the step
-step: ["{step}step --repeats 2 --compile model --micro_batch 32{nanogpt}{short}"]
-steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"]
-124M: ["{124M} --run_name 124M"]
-trace: ["tests/test_gpu.py trace {device} {out}{preset}"]
-# what the guarantees cost
-guards off: ["{124M} --run_name unguarded --guard.sigmas null"]
-saves in the background: ["{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes"]
-saves standing: ["{124M} --run_name standing --checkpoint.every 10 --checkpoint.background no"]
-checkpoint: ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"]
-# sizes
-350M: ["{step}350M --repeats 2 --preset configs/gpt2_350m.yaml --micro_batch 16 32"]
-1558M: ["{step}1558M --repeats 2 --preset configs/gpt2_1558m.yaml --micro_batch 4 8"]
-1558M recomputed:
-  - scripts/train_gpt2.py {flags} --config configs/gpt2_1558m.yaml {random} --run_name recomputed
-    --train.activation_checkpointing --train.micro_batch_size 16
-# real runs
-200 in fp32: ["{curve} --run_name curve_fp32 --train.mixed_precision no --train.compile off"]
-200 in bf16: ["{curve} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {compile}"]
-a run: ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"]
-# small jobs
-ResNet:
-  - scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml --output_dir {out} --data.name cifar10
-    --data.path {out}/images --train.epochs 2 --train.device {device} --tracking.log_every 1 --run_name resnet{sync}
-    --train.mixed_precision {fp16}
-""")
+PARTS = {
+    # does it work at all
+    "fp32": ["{small} --run_name fp32 --train.mixed_precision no --train.steps 50"],
+    "bf16": ["{small} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"],
+    "resume": [
+        "{small} --run_name straight --train.deterministic --train.steps 40",
+        "{small} --run_name resumed --train.deterministic --train.steps 20",
+        "{small} --run_name resumed --train.deterministic --train.steps 40",
+    ],
+    "stop": [
+        "{small} --run_name stopped --train.max_minutes 0.001 --train.steps 50",
+        "{small} --run_name stopped --train.steps 50",
+    ],
+    "Inf": [
+        "tests/test_gpu.py Inf {flags}{tiny} --run_name inf --train.mixed_precision {fp16}"
+        " --train.steps 50",
+    ],
+    "verify": ["scripts/verify_run.py {out}/resumed"],
+    "generate": ["scripts/generate.py {out}/resumed --max_new_tokens 20"],
+    "evaluate": ["scripts/evaluate.py {out}/resumed --device {device}"],
+    "torchrun": [
+        "-m torch.distributed.run --standalone --nproc_per_node 1 {small} --run_name torchrun"
+        " --train.steps 20",
+    ],
+    # one model, in parts on all GPUs
+    "replicated": ["{ranks} --run_name replicated --train.steps 40"],
+    "sharded": [
+        "{sharded} --train.steps 20",
+        "{sharded} --train.steps 40",
+        "scripts/verify_run.py {out}/sharded",
+    ],
+    # the step
+    "step": ["{step}step --repeats 2 --compile model --micro_batch 32{nanogpt}{short}"],
+    "steps": ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"],
+    "124M": ["{124M} --run_name 124M"],
+    "trace": ["tests/test_gpu.py trace {device} {out}{preset}"],
+    # what the guarantees cost
+    "guards off": ["{124M} --run_name unguarded --guard.sigmas null"],
+    "saves in the background": [
+        "{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes",
+    ],
+    "saves standing": [
+        "{124M} --run_name standing --checkpoint.every 10 --checkpoint.background no",
+    ],
+    "checkpoint": [
+        "-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}",
+    ],
+    # sizes
+    "350M": ["{step}350M --repeats 2 --preset configs/gpt2_350m.yaml --micro_batch 16 32"],
+    "1558M": ["{step}1558M --repeats 2 --preset configs/gpt2_1558m.yaml --micro_batch 4 8"],
+    "1558M recomputed": [
+        "scripts/train_gpt2.py {flags} --config configs/gpt2_1558m.yaml {random}"
+        " --run_name recomputed --train.activation_checkpointing --train.micro_batch_size 16",
+    ],
+    # real runs
+    "200 in fp32": ["{curve} --run_name curve_fp32 --train.mixed_precision no --train.compile off"],
+    "200 in bf16": [
+        "{curve} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {compile}",
+    ],
+    "a run": [
+        "scripts/train_gpt2.py --output_dir {out} --run_name whole"
+        " --train.device {device}{tiny}{steps}",
+    ],
+    # small jobs
+    "ResNet": [
+        "scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml"
+        " --output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
+        " --train.device {device} --tracking.log_every 1 --run_name resnet{sync}"
+        " --train.mixed_precision {fp16}",
+    ],
+}
 """Name -> what Python runs, one after the other. All but the last may be a training that stops,
 with exit code 75."""
 LIMITS = {
-    **dict.fromkeys(("step", "steps"), 420),
+    "steps": 420,
     **dict.fromkeys(("350M", "1558M", "1558M recomputed", "a run"), 300),
     "checkpoint": 180,
 }
 """Seconds of the parts that may take longer than others."""
+FIRSTS = {
+    "fp32": "smoke",
+    "step": "speed",
+    "guards off": "saves",
+    "350M": "sizes",
+    "200 in fp32": "real",
+}
+"""The first part of each tier; the parts after it are of the same one."""
+TIERS = os.environ.get("GPU_TIERS", " ".join(FIRSTS.values())).split()
+"""Tiers of this call."""
 GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
 RATES = {
     "guards off": ("124M", "unguarded"),
@@ -181,6 +223,10 @@ def test_part(part, call):
     """A failure is recorded for the table as well."""
     if DEVICE == "cpu" and part in GPU_ONLY:
         pytest.skip("takes a GPU")
+    if tier_of(part) not in TIERS:
+        pytest.skip(f"is of the tier {tier_of(part)}")
+    if has_passed(part):
+        pytest.skip("has passed on this commit")
     limit, begun = limit_of(part, first=not call), time.monotonic()
     failure = run_part(part, limit) if limit else "no time was left; the same command begins it"
     if limit:
@@ -188,6 +234,20 @@ def test_part(part, call):
     record(part, call.get(part, 0.0), failure)
     if failure:
         pytest.fail(failure, pytrace=False)
+
+
+def tier_of(part):
+    """The tier of a part."""
+    firsts = [name for name in [*PARTS][: [*PARTS].index(part) + 1] if name in FIRSTS]
+    return FIRSTS[firsts[-1]]
+
+
+def has_passed(part):
+    """Whether gpu.json says that the part passed on this commit and this kind of device."""
+    known = read_json(OUT / "gpu.json")["parts"].get(part) if (OUT / "gpu.json").exists() else None
+    commit = git_commit() or "-dirty"
+    alike = {"failure": "", "commit": commit, "device": DEVICE}
+    return bool(known) and not commit.endswith("-dirty") and alike.items() <= known.items()
 
 
 def run_part(part, limit):
@@ -252,7 +312,10 @@ def words(device):
         if small
         else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
         "steps": " --train.steps 20" * small,
-        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off --preset {OUT}/tiny.yaml"
+        "short": (
+            " --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off"
+            f" --preset {OUT}/tiny.yaml"
+        )
         * small,
     }
 
@@ -261,7 +324,12 @@ def record(part, seconds, failure):
     """Writes the parts of all calls, in their order, to gpu.json."""
     file = OUT / "gpu.json"
     known = read_json(file)["parts"] if file.exists() else {}
-    known[part] = {"seconds": seconds, "failure": failure}
+    known[part] = {
+        "seconds": seconds,
+        "failure": failure,
+        "commit": git_commit() or "",
+        "device": DEVICE,
+    }
     file.write_text(json.dumps({"parts": {name: known[name] for name in PARTS if name in known}}))
 
 
@@ -335,6 +403,19 @@ def train_with_inf(flags):
     """A training with an Inf in the gradient of its second step."""
     config = load(TrainingConfig, flags, "configs/gpt2_stdlib.yaml")
     train_with_faults(config, (1, 2 * config.global_batch_windows), math.inf)
+
+
+def test_a_part_that_passed_on_this_commit_is_not_run_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "git_commit", lambda: "one")
+    record("fp32", 1.0, "")
+    record("bf16", 1.0, "exit code 1")
+    assert [has_passed(part) for part in ("fp32", "bf16", "resume")] == [True, False, False]
+    monkeypatch.setattr(sys.modules[__name__], "git_commit", lambda: "two")
+    assert not has_passed("fp32")
+    assert [
+        tier_of(part) for part in ("fp32", "sharded", "trace", "checkpoint", "1558M", "ResNet")
+    ] == [*("smoke", "smoke", "speed", "saves", "sizes", "real")]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -93,33 +93,32 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     assert read.task.model_dump() == job.model_dump()
 
 
-WRONG = """
-kind |
-progress |
-setup.epoch_size |
-task.vocab_size |
-task.tokenizer | "../x"
-task.micro_batch | 0
-progress.step | -60
-progress.step | "5"
-progress.step | true
-progress.step | 9223372036854775808
-feed.skipped_ranges | 5
-feed.skipped_ranges | [[3]] | .0.1
-log.bytes | -1
-progress.pending | null
-guard.losses | ["x", 0, 0] | .0
-feed | {"position": "yyyyyyyyyyyyyyyy"} | .position
-task | {} | .tokenizer
-"""
-"""A field, its value (empty: missing), and what follows its name in the message."""
+WRONG = [
+    ("kind", MISSING, ""),
+    ("progress", MISSING, ""),
+    ("setup.epoch_size", MISSING, ""),
+    ("task.vocab_size", MISSING, ""),
+    ("task.tokenizer", "../x", ""),
+    ("task.micro_batch", 0, ""),
+    ("progress.step", -60, ""),
+    ("progress.step", "5", ""),
+    ("progress.step", True, ""),
+    ("progress.step", 9223372036854775808, ""),
+    ("feed.skipped_ranges", 5, ""),
+    ("feed.skipped_ranges", [[3]], ".0.1"),
+    ("log.bytes", -1, ""),
+    ("progress.pending", None, ""),
+    ("guard.losses", ["x", 0, 0], ".0"),
+    ("feed", {"position": "yyyyyyyyyyyyyyyy"}, ".position"),
+    ("task", {}, ".tokenizer"),
+]
+"""A field, its value, and what follows its name in the message."""
 
 
-@pytest.mark.parametrize("case", WRONG.strip().splitlines())
-def test_the_first_wrong_or_missing_field_is_named(case):
-    name, value, inner = map(str.strip, [*case.split("|"), ""][:3])
+@pytest.mark.parametrize(("name", "value", "inner"), WRONG)
+def test_the_first_wrong_or_missing_field_is_named(name, value, inner):
     with pytest.raises(ValueError, match=rf"^{name}{inner}: "):
-        parse_state(changed(GPT, name, json.loads(value) if value else MISSING))
+        parse_state(changed(GPT, name, value))
 
 
 def places(value):
@@ -132,7 +131,8 @@ def places(value):
 
 @pytest.mark.parametrize("run", ["gpt2_run", "regression_run"])
 def test_an_odd_value_is_a_wrong_field_or_a_state_that_can_be_saved(run):
-    fields, wrong = state_of(GOLDEN / run), []
+    fields = state_of(GOLDEN / run)
+    wrong = []
     for part, key in places(fields):
         right = part[key]
         for part[key] in ODD:
@@ -163,8 +163,8 @@ def test_infinity_comes_back_where_json_has_null():
 
 
 def test_what_is_derived_from_the_state():
-    """Pending work is kept but for the save that keeps it; items of skipped ranges are not
-    consumed."""
+    """Pending work is kept but for the save that keeps
+    it; items of skipped ranges are not consumed."""
     state = state_after(3, pending=Pending(row={"step": 3}, sample=True, save=True))
     assert parse_state(state.to_json()).progress.pending == Pending(row={"step": 3}, sample=True)
     assert not any((Pending(), Pending(save=True)))

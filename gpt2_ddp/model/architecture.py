@@ -7,7 +7,7 @@ H, I = MLP width.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,27 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.training import ModelConfig
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [T, 1, Q / 2] or [B, T, 1, Q / 2]."""
 
 
-gelu = partial(F.gelu, approximate="tanh")
-"""GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]."""
+SIGMOID_GELU_ON: tuple[str, ...] = ()
+"""Types of devices on which compiled code computes GELU by a sigmoid: the tanh of GPUs' library
+takes longer."""
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]. x·(1 + tanh u)/2
+    is x·σ(2u)."""
+    if torch.compiler.is_compiling() and x.device.type in SIGMOID_GELU_ON:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # within a kernel only
+        twice = math.sqrt(8 / math.pi) * wide * (1 + 0.044715 * wide * wide)  # 2u
+        return (wide * torch.sigmoid(twice)).to(x.dtype)
+    return F.gelu(x, approximate="tanh")
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -100,11 +114,12 @@ ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, val
 
 class Context(NamedTuple):
     """What the blocks know of the tokens: rotation of their positions, attention mask (None:
-    causal), cache, and value embeddings [B, T, K·Q] of each layer. The cache has keys and values of
-    the S tokens so far, [L, 2, B, K, S, Q]; the layers write those of the last T."""
+    causal; bool [B, 1, T, T], or its blocks), cache, and value embeddings [B, T, K·Q] of each
+    layer. The cache has keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the layers
+    write those of the last T."""
 
     rotation: Rotation | None = None
-    mask: Tensor | None = None
+    mask: "Tensor | BlockMask | None" = None
     cache: Tensor | None = None
     values: Sequence[Tensor] = ()
 
@@ -186,6 +201,11 @@ class Attention(nn.Module):
         )
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
+        elif mask is not None and not isinstance(mask, Tensor):
+            from torch.nn.attention.flex_attention import flex_attention  # imports Dynamo
+
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
+            assert isinstance(y, Tensor)
         else:
             y = F.scaled_dot_product_attention(
                 q,

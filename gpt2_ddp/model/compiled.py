@@ -15,6 +15,9 @@ from torch import nn
 
 from gpt2_ddp.errors import UserError
 
+AUTOTUNES_POINTWISE = False
+"""Whether inductor measures several shapes of blocks for each kernel that is no matrix product, while it compiles."""
+
 
 def check_compiler(how: str, device: torch.device) -> None:
     """Raises: UserError if `train.compile` requires a compiler that is missing."""
@@ -67,6 +70,10 @@ def compiled(model: Any, how: str) -> nn.Module:
         # hangs: all threads
         # of the watchdog would stop
         inductor.use_static_cuda_launcher = False
+        # a measurement may choose another order of sums in a resumed run
+        inductor.max_autotune_pointwise = (
+            AUTOTUNES_POINTWISE and not torch.are_deterministic_algorithms_enabled()
+        )
     if how == "blocks":
         # it would cut each block by DDP's buckets, as if it were the model
         torch._dynamo.config.optimize_ddp = False

@@ -7,7 +7,7 @@ Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
+from gpt2_ddp.model.loss import fuses_loss, one_pass_loss
 from gpt2_ddp.model.optim import Role, roles
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the
@@ -28,6 +32,24 @@ PAIR_DROPOUT = 0.3
 would learn a text by heart in its second epoch (docs/speedrun.md)."""
 LOSS_CHUNK = 8192
 """Tokens per chunk of the loss on GPUs: GPT-2's logits take about 1 GB in bf16."""
+
+
+BLOCK_MASKS_ON: tuple[str, ...] = ()
+"""Types of devices on which a model that is compiled as a whole masks documents by FlexAttention,
+without a [T, T] mask in memory."""
+MASK_BLOCK = 128
+"""Tokens in a block of FlexAttention's mask. A block that no token sees takes no time."""
+
+
+def document_blocks(document: Tensor) -> "BlockMask":
+    """FlexAttention's causal mask within documents, whose indices are int64 [B, T]."""
+    from torch.nn.attention.flex_attention import create_block_mask  # imports Dynamo
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[b, query] == document[b, key])
+
+    B, T = document.shape
+    return create_block_mask(sees, B, None, T, T, device=document.device, BLOCK_SIZE=MASK_BLOCK)
 
 
 def loss_chunk(x: Tensor) -> int:
@@ -130,6 +152,11 @@ class GPT(nn.Module):
         """The loss of hidden states [B, T, C], as `forward` returns it."""
         rows = self.ln_f(x).flatten(0, 1)
         goals = targets.flatten()
+        if fuses_loss(rows, reduction):
+            loss = one_pass_loss(
+                rows, (self.lm_head or self.wte).weight, goals, self.vocab_size, self.soft_cap
+            )
+            return loss / (goals >= 0).sum() if reduction == "mean" else loss
         score = lambda rows, goals, kind: F.cross_entropy(self._logits(rows), goals, reduction=kind)  # noqa: E731
         # the backward pass computes each chunk's logits again
         if (chunk := loss_chunk(rows)) and len(rows) > chunk:
@@ -154,7 +181,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor | None = None,
+        mask: "Tensor | BlockMask | None" = None,
         cache: Tensor | None = None,
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
@@ -179,19 +206,28 @@ class GPT(nn.Module):
             x = x + F.dropout(self.pairs(pairs), PAIR_DROPOUT, self.training)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _within_documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions within documents, int64 [B, T], and the causal mask within each, bool [B, 1, T,
-        T]. A document begins with end-of-text. Tokens before a window's first one belong to a
-        document that began earlier."""
+    def _within_documents(self, tokens: Tensor) -> "tuple[Tensor, Tensor | BlockMask]":
+        """Positions within documents, int64 [B, T], and the causal mask within each: bool [B, 1, T,
+        T] or its blocks. A document begins with end-of-text. Tokens before a window's first one
+        belong to a document that began earlier."""
         assert self.eot is not None, "a document mask needs the id of end-of-text"
         begins = tokens == self.eot
         index = torch.arange(tokens.size(1), device=tokens.device)
         positions = index - (begins * index).cummax(dim=1).values
         document = begins.cumsum(dim=1)  # [B, T], index in the window
+        if self._masks_blocks(tokens):
+            return positions, document_blocks(document)
         mask = (document[:, None, :, None] == document[:, None, None, :]) & (
             index[:, None] >= index
         )
         return positions, mask
+
+    def _masks_blocks(self, tokens: Tensor) -> bool:
+        """Whether the attention mask of int64 [B, T] is one of blocks: in compiled training without
+        dropout."""
+        is_whole = tokens.size(1) % MASK_BLOCK == 0 and not self.activation_checkpointing
+        is_compiling = torch.compiler.is_compiling() and not (self.training and self.config.dropout)
+        return tokens.device.type in BLOCK_MASKS_ON and is_compiling and is_whole
 
     def _logits(self, x: Tensor) -> Tensor:
         """Head without its norm: [..., C] -> [..., V]."""

@@ -10,6 +10,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.evaluation.evaluate import BATCH
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
+from gpt2_ddp.model.loss import FUSED_ON
 from gpt2_ddp.model.optim import build_optimizer
 
 # bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
@@ -148,11 +149,12 @@ def _temporary(setting: Setting, tokens: int) -> float:
 def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     """fp32: logits and log-softmax; in the backward pass the gradients of both and log-softmax, and
     tanh of capped logits. In half precision: logits in half and in fp32, and log-softmax. Compiled
-    for a GPU: logits, in whose place their gradients come."""
+    for a GPU: logits, in whose place their gradients come; in one pass, beside them."""
     model = setting.config.model
     train = setting.config.train
     if setting.kind == "cuda" and train.compile != "off":
-        return float(setting.number_bytes * tokens * setting.vocab_size)
+        is_one_pass = trains and setting.kind in FUSED_ON and setting.precision == "bf16"
+        return float(setting.number_bytes * tokens * setting.vocab_size * (1 + is_one_pass))
     chunk = min(tokens, LOSS_CHUNK) if setting.kind == "cuda" else tokens
     if not trains:
         return chunk * setting.vocab_size * (8.0 if setting.precision == "no" else 10.0)

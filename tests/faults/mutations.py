@@ -1,14 +1,14 @@
-"""Seeded damage to files, for the tests that nothing hostile is believed, hangs, or ends in a
-traceback."""
+"""Seeded damage to files, for the tests that nothing
+hostile is believed, hangs, or ends in a traceback."""
 
 import json
+import math
 import os
 import signal
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
-import yaml
 from runs import training_config
 
 from gpt2_ddp.config.base import MOST
@@ -17,12 +17,15 @@ from gpt2_ddp.errors import FIELD, HINT, VALUE
 
 CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]
 """Seeds, and how many cases of each."""
-NASTY = yaml.safe_load(rf"""
-[null, true, false, 0, 1, -1, 2, 255, 256, 65536, {2**31}, {2**32 - 1}, {2**32}, {2**63}, {2**64}, {10**400}, 0.5,
-1.0e+308, .nan, .inf, "", " ", ".", "..", "/", "/dev/zero", "~", "nul\0", "line\nline", "\x1b[31m", {"é" * 200},
-{"a" * 5000}, ../x, gpt2, tokenizer.json, train_000000.bin, "\uD800", "1", "true", [], [[]], {{}}, {{"": 0}},
-{[1] * 1000}, {{a: {{b: [null]}}}}, [[[[[[[[[[deep]]]]]]]]]]]
-""")
+NASTY = [
+    *(None, True, False, 0, 1, -1, 2, 255, 256, 65536),
+    *(2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**400),
+    *(0.5, 1e308, math.nan, math.inf),
+    *("", " ", ".", "..", "/", "/dev/zero", "~", "../x"),
+    *("nul\0", "line\nline", "\x1b[31m", "é" * 200, "a" * 5000, "\ud800", "1", "true"),
+    *("gpt2", "tokenizer.json", "train_000000.bin"),
+    *([], [[]], {}, {"": 0}, [1] * 1000, {"a": {"b": [None]}}, [[[[[[[[[["deep"]]]]]]]]]]),
+]
 """Values that no field expects."""
 
 
@@ -37,8 +40,8 @@ def open_data(folder):
 
 @contextmanager
 def no_hang(seconds=60):
-    """Raises where the block waits for what never comes; a refusal takes milliseconds, even on a
-    busy core."""
+    """Raises where the block waits for what never comes;
+    a refusal takes milliseconds, even on a busy core."""
 
     def stop(*_):
         raise TimeoutError(f"hung for {seconds} s")
@@ -76,10 +79,11 @@ def mangle(content, rng):
 
 
 def change_value(values, rng):
-    """Somewhere in nested values one is gone, another number, of another type, or has another
-    key."""
+    """Somewhere in nested values one is gone, another
+    number, of another type, or has another key."""
     key = rng.choice(list(values) if isinstance(values, dict) else range(len(values)))
-    value, action = values[key], rng.randrange(4)
+    value = values[key]
+    action = rng.randrange(4)
     if isinstance(value, dict | list) and value and rng.random() > 0.2:
         change_value(value, rng)
     elif action == 0:

@@ -1,5 +1,5 @@
-"""Data folders that are not what was prepared: each is refused in one line, or means what it
-meant."""
+"""Data folders that are not what was prepared: each
+is refused in one line, or means what it meant."""
 
 import json
 import os
@@ -86,9 +86,10 @@ def files(folder):
 
 @pytest.mark.parametrize(("seed", "cases"), CASES)
 def test_damaged_folders(data, tmp_path, seed, cases):
-    """What is not refused is what was there. A manifest that was sealed anew is a new one, right if
-    it fits."""
-    right, content = read_manifest(data), files(data)
+    """What is not refused is what was there. A manifest
+    that was sealed anew is a new one, right if it fits."""
+    right = read_manifest(data)
+    content = files(data)
     refused = 0
     for case in range(cases):
         folder = tmp_path / "damaged"

@@ -46,7 +46,8 @@ def refused_everywhere(halfway, config, wanted):
     """
     output = Path(config.output_dir)
     run = output / config.run_name
-    told, failing = [], ""
+    told = []
+    failing = ""
 
     def tell(operation, name):
         nonlocal failing
@@ -138,8 +139,8 @@ def told(errors):
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=SLOW)])
 def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
-    """Where a checkpoint is saved, all ranks raise the same. Elsewhere, the others are ended by the
-    watchdog."""
+    """Where a checkpoint is saved, all ranks raise the same.
+    Elsewhere, the others are ended by the watchdog."""
     shutil.copytree(halfway, tmp_path / "runs")
     arguments = write_config(
         tmp_path,
@@ -190,8 +191,8 @@ def test_a_failure_is_recorded_where_a_full_disk_has_room_for_no_second_file(mon
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
 def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
-    """Then status.json cannot be written either; what is told is what came first. In the background
-    a row may."""
+    """Then status.json cannot be written either; what is
+    told is what came first. In the background a row may."""
     shutil.copytree(halfway, tmp_path / "runs")
     config = training_config(
         corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background}
@@ -234,10 +235,8 @@ WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps"
 def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
     """A checkpoint takes 1.6 MB: the second does not fit, and the first stays, as does the small
     one of step 0. With room, the same command ends."""
-    arguments, run = (
-        write_config(tmp_path, training_config(corpus, small_disk, WIDE)),
-        small_disk / "run",
-    )
+    arguments = write_config(tmp_path, training_config(corpus, small_disk, WIDE))
+    run = small_disk / "run"
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 2, said
     assert str(run) in told(said)

@@ -1,5 +1,5 @@
-"""Steps that go wrong: left out, gone back from, and never called a completed run; all ranks decide
-alike."""
+"""Steps that go wrong: left out, gone back from, and
+never called a completed run; all ranks decide alike."""
 
 import math
 import signal
@@ -44,8 +44,8 @@ GUARD = {"guard": {"patience": 3}, "train.steps": 20, "eval.every": 20}
 
 
 def returns(run):
-    """Of each rollback: the step that it returns to, the one it comes from, and the positions that
-    it skips."""
+    """Of each rollback: the step that it returns to, the
+    one it comes from, and the positions that it skips."""
     return [(row["step"], row["from"], row["skipped_range"]) for row in events(run, "rollback")]
 
 
@@ -76,7 +76,7 @@ def test_a_short_run_that_nothing_has_changed_is_not_completed(tiny_config, tmp_
 
 def test_poisoned_data_are_passed_over(corpus, tmp_path):
     """The run goes back to step 5, passes over the poison, and ends as good as a clean one; a
-    record that is altered is a defect. tests/test_resumed.py stops and kills such a run."""
+    record that is altered is a defect. test_resumed.py stops and kills such a run."""
     one, other = (
         training_config(corpus, tmp_path / name, GUARD | {"eval.tokens": 2048})
         for name in ("bad", "clean")
@@ -85,7 +85,8 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path):
     complete(other, 2)
     run = tmp_path / "bad/run"
     assert returns(run) == [(5, 14, [12 * 5, 12 * 14])]
-    ours, theirs = untimed(run)[-1], untimed(tmp_path / "clean/run")[-1]
+    ours = untimed(run)[-1]
+    theirs = untimed(tmp_path / "clean/run")[-1]
     assert ours["step"] == theirs["step"] == 20
     assert distance(ours["val_loss"], theirs["val_loss"]) < 0.02
     assert ours["skipped"] == 0  # those of the stretch that does not stand
@@ -113,9 +114,10 @@ def numbers_of_a_step(loss, bad=False):
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
-    """Stopped among the bad steps that the run begins with: the resumed run goes back to the
-    beginning too."""
-    config, run = tiny_config(GUARD | {"train.steps": 8}), tmp_path / "runs/run"
+    """Stopped among the bad steps that the run begins with:
+    the resumed run goes back to the beginning too."""
+    config = tiny_config(GUARD | {"train.steps": 8})
+    run = tmp_path / "runs/run"
     bad = (0, 12 * 5)
     assert run_ranks(train_with_faults, 1, config, bad, math.nan, 4, signal.SIGTERM) == ["stopped"]
     assert saved_steps(run) == [0, 4]
@@ -124,14 +126,14 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
 
 
 def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path):
-    """Its norm is more than ten standard deviations above the mean; the statistics are in the
-    checkpoint."""
+    """Its norm is more than ten standard deviations above
+    the mean; the statistics are in the checkpoint."""
     last = {"train.steps": 109, "eval.every": 109, "checkpoint.every": 109, "model.n_layer": 1}
     changes = GUARD | {"guard": {"sigmas": 10.0}} | last
-    config, spikes = tiny_config(changes), (12 * 105, 12 * 108)  # steps 106 to 108
-    assert (
-        run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM) == ["stopped"] * 2
-    )
+    config = tiny_config(changes)
+    spikes = (12 * 105, 12 * 108)  # steps 106 to 108
+    outcomes = run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM)
+    assert outcomes == ["stopped"] * 2
     complete(config, 2, spikes, 1e4)
     assert [row["skipped"] for row in untimed(tmp_path / "runs/run")[105:]] == [0, 1, 2, 3, 3]
     assert state_of(tmp_path / "runs/run")["losses"]["skipped"] == 3
@@ -139,8 +141,8 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
 
 @pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
-    """A learning rate that is too high from step 108 on: found at the same step by 1 and 3
-    ranks."""
+    """A learning rate that is too high from step 108
+    on: found at the same step by 1 and 3 ranks."""
     changes = GUARD | {
         "guard": {"sigmas": 6.0, "patience": 3},
         "train.steps": 120,
@@ -163,10 +165,8 @@ def explode(config, begins=28):
 
 def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_config, tmp_path):
     """By default. An evaluation tells it, at the same step on all ranks; also the last one."""
-    config, run = (
-        tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0}),
-        tmp_path / "runs/run",
-    )
+    config = tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0})
+    run = tmp_path / "runs/run"
     assert run_ranks(explode, 2, config) == ["diverged"] * 2
     assert status(run)["state"] == "diverged"
     assert "the validation loss of step" in status(run)["reason"]
@@ -176,16 +176,16 @@ def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_confi
 
 
 def test_the_checkpoint_to_go_back_to_is_kept(tiny_config, tmp_path):
-    """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push
-    it out."""
+    """keep_last 1 and a checkpoint in every step: what
+    was saved in the bad stretch does not push it out."""
     config = tiny_config(GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1})
     assert run_ranks(train_with_faults, 1, config, (POISON[0], 10**9)) == ["diverged"]
     assert saved_steps(tmp_path / "runs/run") == [0, 9]  # the best, and the good one
 
 
 def test_checkpoints_of_bad_steps_go_with_the_rollback(tiny_config, tmp_path):
-    """Stopped after the first step behind it, the 15th that it takes: a resume must not begin at a
-    bad one."""
+    """Stopped after the first step behind it, the 15th
+    that it takes: a resume must not begin at a bad one."""
     config = tiny_config(GUARD | {"checkpoint.every": 1})
     assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 15, signal.SIGTERM) == [
         "stopped"
@@ -202,8 +202,8 @@ def test_a_new_run_saves_its_start_once(tiny_config, tmp_path):
 
 
 def test_running_statistics():
-    """Mean and variance of all values while they are few, of about the last hundred later; skips do
-    not count."""
+    """Mean and variance of all values while they are few,
+    of about the last hundred later; skips do not count."""
     statistics = RunningStatistics()
     for count in range(300):
         assert statistics.state_dict()[0] == count
@@ -267,7 +267,8 @@ def judgements(cut=0):
     """Each step of `LOSSES`: the step judged then, its verdict and the guard's state. After step
     `cut`, another guard resumes from its state."""
     config = GuardConfig(sigmas=6.0, patience=3)
-    guard, found = Guard(config), []
+    guard = Guard(config)
+    found = []
     for step, loss in enumerate(LOSSES, 1):
         guard.add(step, 1, numbers_of_a_step(loss, step == 113))
         verdict = guard.judge(step)
@@ -290,7 +291,8 @@ def judgements(cut=0):
 
 
 def test_each_step_is_judged_two_steps_late():
-    found, ok = judgements(), Verdict.OK
+    found = judgements()
+    ok = Verdict.OK
     assert found[:3] == [(0, ok, None, 0, 0), (0, ok, None, 0, 0), (1, ok, None, 1, 1)]
     assert found[111] == (110, ok, None, 110, 110)
     bad = [(step, Verdict.BAD, 111, 110, 110) for step in (111, 112)]
@@ -315,8 +317,8 @@ def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():
-    """The beginning of a branch can be gone back to, though it is in a stretch of bad steps
-    already."""
+    """The beginning of a branch can be gone back to,
+    though it is in a stretch of bad steps already."""
     assert Guard(GuardConfig(), first_step=7).last_good == 7
     for begins, good in ((7, 8), (10, 10)):
         guard = Guard(GuardConfig(), begins)

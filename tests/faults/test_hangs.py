@@ -1,5 +1,5 @@
-"""Ranks that stand still, die or raise in the middle of a training: it ends soon, and names
-them."""
+"""Ranks that stand still, die or raise in the middle
+of a training: it ends soon, and names them."""
 
 import os
 import re
@@ -26,8 +26,8 @@ PATIENCE = 5.0
 SILENCE = 10.0
 """What a rank that says nothing is forgiven at least."""
 STEP = 9 + 4
-"""Of a fault that is in a step. An epoch has 9; the second evaluation comes after it, the second
-save after two."""
+"""Of a fault that is in a step. An epoch has 9; the second
+evaluation comes after it, the second save after two."""
 HOST = socket.gethostname()
 
 
@@ -53,8 +53,8 @@ def fail():
 
 
 def faulty(config, folder, stage, victim, fault):
-    """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault`
-    is written first."""
+    """Trains; on rank `victim` the `fault` comes in the middle
+    of `stage`, where the file `fault` is written first."""
     from gpt2_ddp.data.feed import Feed
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
@@ -73,7 +73,8 @@ def faulty(config, folder, stage, victim, fault):
     }
     place, name, at = places[stage]
     sick = range(at, at + 5) if fault is slow else [at]
-    original, calls = getattr(place, name), count(1)
+    original = getattr(place, name)
+    calls = count(1)
 
     def broken(*args, **kwargs):
         if next(calls) in sick and rank == victim:
@@ -95,8 +96,8 @@ def job(folder, **changes):
 
 
 def scene(config, world, stage, victim, fault):
-    """The exit codes, and what the ranks said. The first error, and the reason in status.json, are
-    of the victim."""
+    """The exit codes, and what the ranks said. The first
+    error, and the reason in status.json, are of the victim."""
     folder = Path(config.output_dir)
     folder.mkdir(exist_ok=True)
     started = start_ranks(faulty, world, config, folder, stage, victim, fault)
@@ -112,9 +113,11 @@ def scene(config, world, stage, victim, fault):
             process.kill()
             process.join()
     print(
-        f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s"
+        f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone "
+        f"{gone - begun:.1f} s"
     )
-    said, ended = "\n".join(file.read_text() for file in files), status(folder / "run")
+    said = "\n".join(file.read_text() for file in files)
+    ended = status(folder / "run")
     first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]
     assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first)
     assert fault is fail or "Traceback" not in said
@@ -172,8 +175,8 @@ def test_of_ranks_that_share_a_model_one_is_named(tiny_config, tmp_path, stage, 
 @SOAK
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_rank_is_not_accused(tmp_path, victim):
-    """Steps of milliseconds, and then some of two seconds, of which one rank alone needs nearly
-    all."""
+    """Steps of milliseconds, and then some of two
+    seconds, of which one rank alone needs nearly all."""
     started = start_ranks(faulty, 2, job(tmp_path), tmp_path, "forward/backward", victim, slow)
     assert results(started, timeout=180) == ["completed"] * 2
 

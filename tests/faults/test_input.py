@@ -1,5 +1,5 @@
-"""Configurations, command lines and names that no one should write: each is refused in one line, or
-means something."""
+"""Configurations, command lines and names that no one should
+write: each is refused in one line, or means something."""
 
 import os
 import random
@@ -93,8 +93,8 @@ def write_something(file, rng):
 
 
 def check_outcome(command, argv, again):
-    """Whether it is refused, in short lines; what is accepted can be written down and read
-    again."""
+    """Whether it is refused, in short lines; what is
+    accepted can be written down and read again."""
     try:
         with no_hang():
             config = load(command, argv)
@@ -170,13 +170,19 @@ READERS = {
     "run to verify": lambda name: verify_run(load(tools.VerifyConfig, [name])),
     "runs to report": lambda name: read_runs(map(Path, load(tools.ReportConfig, [name]).runs)),
     "checkpoint": lambda name: find_checkpoint(Path(name)),
-    "images": lambda name: read_images(ClassifierDataConfig.model_construct(name="images", path=name)),
+    "images": lambda name: read_images(
+        ClassifierDataConfig.model_construct(name="images", path=name)
+    ),
     "--config": lambda name: load(TrainingConfig, ["--config", name]),
-    "tokenizer": load_tokenizer, "data": lambda name: read_manifest(Path(name)),
-    "source": lambda name: prepare(PrepareConfig.model_construct(source=(name,), output="out", workers=1)),
-    "tokenizer of a source": lambda name: prepare(PrepareConfig.model_construct(source=("text",), output="out",
-     tokenizer=name, workers=1)),
-}  # fmt: skip
+    "tokenizer": load_tokenizer,
+    "data": lambda name: read_manifest(Path(name)),
+    "source": lambda name: prepare(
+        PrepareConfig.model_construct(source=(name,), output="out", workers=1)
+    ),
+    "tokenizer of a source": lambda name: prepare(
+        PrepareConfig.model_construct(source=("text",), output="out", tokenizer=name, workers=1)
+    ),
+}
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -1,5 +1,5 @@
-"""A run that was killed, anywhere and often, is intact by `verify_run`: before it goes on, and at
-its end."""
+"""A run that was killed, anywhere and often, is intact
+by `verify_run`: before it goes on, and at its end."""
 
 import math
 import os
@@ -24,8 +24,8 @@ SAVED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [pytest.param((0, 0), marks=pytest.mark.soak), (12 * 9, 12 * 14)])
 def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, bad):
-    """The last rank is killed at a step, and the others are; with and without data that the run
-    goes back from."""
+    """The last rank is killed at a step, and the others are;
+    with and without data that the run goes back from."""
     rng = random.Random(1337)
     changes = {
         "guard": {"patience": 3},
@@ -44,8 +44,8 @@ def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, bad
 
 
 def train_until(config, place):
-    """Trains, and is killed before the first operation on a file that is `place`; those that came
-    before it."""
+    """Trains, and is killed before the first operation on
+    a file that is `place`; those that came before it."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 

@@ -1,5 +1,5 @@
-"""Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to
-save."""
+"""Stops, as people and schedulers ask for them: what
+was trained is saved, or there was nothing to save."""
 
 import os
 import re
@@ -48,7 +48,10 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     with (tmp_path / "said").open("w") as said:
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
-    shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))  # noqa: E731
+
+    def shards():
+        return list(tmp_path.glob("new/.data.tmp/train_*.bin"))
+
     wait_until(
         lambda: shards() or "training a BPE" in (tmp_path / "said").read_text(), process=process
     )
@@ -103,8 +106,8 @@ def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, ra
     assert not (tmp_path / "runs/run").exists()
 
 
-# A command is started as people do, and signalled while it imports or trains. tests/test_resumed.py
-# has stops in evaluations, samples and saves, tests/test_signals.py those before a training begins.
+# A command is started as people do, and signalled while it imports or trains. test_resumed.py has
+# stops in evaluations, samples and saves, test_signals.py those before a training begins.
 
 MARK = "GPT2_DDP_STOP_TEST"
 LAUNCHERS = {
@@ -138,41 +141,37 @@ class Cell(NamedTuple):
 def command(cell, folder, corpus):
     """What a user types."""
     if cell.launcher == "processes":
-        script, flags = (
-            "train_regression",
-            f"--launch.processes 2 --output_dir {folder} --run_name run ",
-        )
+        script = "train_regression"
+        flags = f"--launch.processes 2 --output_dir {folder} --run_name run "
         flags += "--train.device cpu --train.epochs 40 --tracking.log_every 1"
     else:
         values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32}
         values |= {"eval.every": 10**6, "checkpoint.every": 10**6}
         (folder / "config.yaml").write_text(dump(training_config(corpus, folder, values)))
-        script, flags = "train_gpt2", f"--config {folder}/config.yaml"
+        script = "train_gpt2"
+        flags = f"--config {folder}/config.yaml"
     return [*LAUNCHERS[cell.launcher], f"{ROOT}/scripts/{script}.py", *flags.split()]
 
 
 def finish(cell, folder, corpus):
     """Gives the cell's command until it is complete; returns the run's folder."""
-    words, env = command(cell, folder, corpus), environment(OMP_NUM_THREADS="1")
+    words = command(cell, folder, corpus)
+    env = environment(OMP_NUM_THREADS="1")
     subprocess.run(words, env=env, cwd=ROOT, timeout=240, check=True)
     assert status(folder / "run")["state"] == "completed"
     return folder / "run"
 
 
 def check(cell, folder, corpus):
-    """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is
-    left."""
-    words, mark, log, run = (
-        command(cell, folder, corpus),
-        uuid.uuid4().hex,
-        folder / "stderr",
-        folder / "run",
-    )
+    """Stops the cell's command: what was trained is saved
+    in time, and nothing and nobody else is left."""
+    words = command(cell, folder, corpus)
+    mark = uuid.uuid4().hex
+    log = folder / "stderr"
+    run = folder / "run"
     with log.open("w") as errors:
-        env, pipes = (
-            environment(OMP_NUM_THREADS="1", **{MARK: mark}),
-            {"stdout": subprocess.DEVNULL, "stderr": errors},
-        )
+        env = environment(OMP_NUM_THREADS="1", **{MARK: mark})
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": errors}
         process = subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
     said_so = False
     try:
@@ -213,10 +212,8 @@ def expected_code(cell):
 
 
 def await_stage(cell, folder, process, mark):
-    metrics, world = (
-        folder / "run/metrics.jsonl",
-        1 if cell.launcher in ("python", "accelerate") else 2,
-    )
+    metrics = folder / "run/metrics.jsonl"
+    world = 1 if cell.launcher in ("python", "accelerate") else 2
 
     def trains():
         is_whole = metrics.exists() and metrics.read_text().endswith("\n")
@@ -233,8 +230,8 @@ def await_stage(cell, folder, process, mark):
 
 
 def family(mark):
-    """Every process, dead ones apart, that was started by the command with this mark, the oldest
-    first."""
+    """Every process, dead ones apart, that was started
+    by the command with this mark, the oldest first."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -244,12 +241,13 @@ def family(mark):
 
 
 def ranks(mark):
-    """The processes that train, in the order of their ranks: not the launcher, nor the loader's
-    workers."""
+    """The processes that train, in the order of their
+    ranks: not the launcher, nor the loader's workers."""
     found = {}
     for process in family(mark):
         with suppress(psutil.Error):
-            words, rank = process.cmdline(), process.environ().get("RANK")
+            words = process.cmdline()
+            rank = process.environ().get("RANK")
             launches = {"accelerate", "torchrun"} & {Path(word).name for word in words}
             is_script = any("scripts/train_" in word for word in words) and not launches
             if is_script or (rank and any("multiprocessing.spawn" in word for word in words)):
@@ -292,9 +290,10 @@ MATRIX = [
 @pytest.fixture(scope="session")
 def undisturbed(corpus, tmp_path_factory):
     """Makes, once for each launcher, a run that nothing stops."""
-    make = lambda launcher: finish(
-        Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus
-    )
+
+    def make(launcher):
+        return finish(Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus)
+
     return cache(make)
 
 

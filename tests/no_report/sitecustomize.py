@@ -1,5 +1,5 @@
-"""In a fresh Python with this folder in PYTHONPATH, a training draws no report: matplotlib takes
-seconds."""
+"""In a fresh Python with this folder in PYTHONPATH, a
+training draws no report: matplotlib takes seconds."""
 
 import sys
 
