@@ -40,13 +40,14 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
     """Seconds of each of `FIGURES`."""
     with TemporaryDirectory(prefix="checkpoint-", dir=config.output) as name:
         folder = Path(name)
-        training = short_run(config, folder, 1, "no", "off", CHANGES)
-        random_tokens(Path(training.data.paths[0]))
-        with quiet_run(training, Pretraining) as run:
-            pairs = contenders(run, folder / "all.pt")
-            turns = {name: partial(turn, run, *pair) for name, pair in pairs.items()}
+        settings = short_run(config, folder, 1, "no", "off", CHANGES)
+        random_tokens(Path(settings.data.paths[0]))
+        with quiet_run(settings, Pretraining) as training:
+            pairs = contenders(training, folder / "all.pt")
+            turns = {name: partial(turn, training, *pair) for name, pair in pairs.items()}
             interleave(turns, 1)
-            size = run.snapshot().bytes  # with the optimizer's state, which the first step makes
+            # with the optimizer's state, which the first step makes
+            size = training.trainer.snapshot().bytes
             found = interleave(turns, config.repeats)
     for number, what in enumerate(FIGURES):
         seconds_of = {name: [one[number] for one in of] for name, of in found.items()}
@@ -54,29 +55,30 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
 
 
 def contenders(
-    run: Training, file: Path
+    training: Training, file: Path
 ) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
     """How each contender saves and resumes a run: ours in its folder, the other one in `file`."""
-    model = run.task.model
-    optimizer = run.optimizer.plain
-    store = run.store
+    trainer = training.trainer
+    model = training.run.task.model
+    optimizer = trainer.optimizer.plain
+    store = training.run.store
 
     def save_ours(background: bool) -> None:
         store.wait()
-        run.check_replicas()
-        store.save(run.snapshot(), run.guard.last_good, wait=not background)
+        trainer.check_replicas()
+        store.save(trainer.snapshot(), trainer.guard.last_good, wait=not background)
 
     def resume_ours() -> None:
         newest = store.newest()
         assert newest
-        run.load(newest)
+        trainer.load(newest)
 
     def save_torch() -> None:
         torch.save((model.state_dict(), optimizer.state_dict()), file)
         fsync_path(file)
 
     def resume_torch() -> None:
-        weights, state = torch.load(file, map_location=run.accelerator.device)
+        weights, state = torch.load(file, map_location=training.run.accelerator.device)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
 
@@ -87,23 +89,27 @@ def contenders(
     }
 
 
-def turn(run: Training, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
+def turn(
+    training: Training, save: Callable[[], None], resume: Callable[[], None]
+) -> tuple[float, ...]:
     """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time
     lost is that of the save, and the excess of the steps until the checkpoint is on disk over the
     median of the steps before."""
     os.sync()
-    usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
-    still = written = lost = seconds(run, save)
-    while run.store.background.is_working:
-        step = seconds(run, partial(train_step, run))
+    take_step = partial(train_step, training.trainer)
+    usual = median(seconds(training, take_step) for _ in range(3))
+    still = written = lost = seconds(training, save)
+    while training.run.store.background.is_working:
+        step = seconds(training, take_step)
         written += step
         lost += step - usual
-    run.wait_for_save()
-    return still, written, lost, seconds(run, resume)
+    training.wait_for_save()
+    return still, written, lost, seconds(training, resume)
 
 
-def seconds(run: Training, work: Callable[[], object]) -> float:
+def seconds(training: Training, work: Callable[[], object]) -> float:
     """Wall seconds until the device has done the work."""
-    begun = read_clock(run.accelerator.device)
+    device = training.run.accelerator.device
+    begun = read_clock(device)
     work()
-    return read_clock(run.accelerator.device) - begun
+    return read_clock(device) - begun

@@ -84,8 +84,8 @@ def ours(done: Done, config: TrainingConfig) -> None:
             done()
             return Due(step % config.tracking.log_every == 0)
 
-    with quiet_run(config, Timed) as run:
-        train_loop(run)  # until `done` raises
+    with quiet_run(config, Timed) as training:
+        train_loop(training)  # until `done` raises
 
 
 @contextmanager
@@ -94,10 +94,10 @@ def quiet_run(config: TrainingConfig, task: type[Pretraining]) -> Iterator[Train
     with (
         redirect_stderr(io.StringIO()),
         redirect_stdout(io.StringIO()),
-        open_run(config, task) as opened,
-        start(build(opened)) as run,
+        open_run(config, task) as run,
+        start(build(run)) as training,
     ):
-        yield run
+        yield training
 
 
 def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:

@@ -218,16 +218,20 @@ def measure(
     """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes
     the final parameters to the file `weights`, as a vector. With `data_parallel`, one process
     splits each micro-batch among all GPUs."""
-    gpt2 = isinstance(config, TrainingConfig)
-    replicas = ReplicatedGPT if gpt2 else nn.DataParallel
-    with open_run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as opened:
-        run = build(opened, replicas if data_parallel else lambda model: model)
+    if isinstance(config, TrainingConfig):
+        replicas = ReplicatedGPT
+        opened = open_run(config, Pretraining)
+    else:
+        replicas = nn.DataParallel
+        opened = open_run(config, partial(Supervised, make_job))
+    with opened as run:
+        trainer = build(run, replicas if data_parallel else lambda model: model)
         accelerator = run.accelerator
-        run.warm_up()
-        time_steps(run, WARM_UP)
-        seconds = time_steps(run, steps)
+        trainer.warm_up()
+        time_steps(trainer, WARM_UP)
+        seconds = time_steps(trainer, steps)
         memory = peak_memory(accelerator.device)
-        metrics = run.evaluate(run.watchdog.progress)
+        metrics = trainer.evaluate(run.watchdog.progress)
         parameters = nn.utils.parameters_to_vector(run.task.model.parameters()).detach().cpu()
         if is_main_process():
             torch.save(parameters, weights)
@@ -236,14 +240,15 @@ def measure(
     return RunResult(max(seconds_of_ranks), max(peaks), metrics, len(parameters))
 
 
-def time_steps(run: Trainer, steps: int) -> float:
+def time_steps(trainer: Trainer, steps: int) -> float:
     """Trains steps, which all ranks begin together; returns this rank's seconds. DataParallel's
     last work, too, is on the first GPU."""
-    run.accelerator.wait_for_everyone()
-    begun = read_clock(run.accelerator.device)
+    accelerator = trainer.run.accelerator
+    accelerator.wait_for_everyone()
+    begun = read_clock(accelerator.device)
     for _ in range(steps):
-        train_step(run)
-    return read_clock(run.accelerator.device) - begun
+        train_step(trainer)
+    return read_clock(accelerator.device) - begun
 
 
 def peak_memory(device: torch.device) -> int:

@@ -44,9 +44,10 @@ class Section(BaseModel, ser_json_inf_nan="null"):
     """A part of the state."""
 
     def load_state_dict(self, state: Self) -> None:
-        """Takes the values of another one."""
+        """Takes the values of another one, except those that no checkpoint has."""
         for name, value in state.model_copy(deep=True):
-            setattr(self, name, value)
+            if not type(self).model_fields[name].exclude:
+                setattr(self, name, value)
 
 
 class Pending(Section):
@@ -113,6 +114,9 @@ class Progress(Section):
     """Steps taken, scores, and pending work.
 
     Attributes:
+        step: number of steps taken.
+        steps: of the whole run; None while that is unknown. Not saved: it follows from the
+            configuration.
         scores: the newest value of each name.
         scored_at: step of the newest evaluation.
         best: the best evaluation.
@@ -120,6 +124,7 @@ class Progress(Section):
 
     run_id: RunId = ""
     step: Count = 0
+    steps: Count | None = Field(default=None, exclude=True)
     rollbacks: Count = 0
     pending: Pending = Pending()
     scores: Scores = {}

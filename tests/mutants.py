@@ -275,9 +275,9 @@ EQUIVALENT = [
     Equivalent(
         module="training/loop.py",
         function="find_ruin",
-        digest="f80deaa7",
-        before="nothing_changed = run.step > 0 and run.guard.losses.skipped == run.step",
-        after="nothing_changed = True and run.guard.losses.skipped == run.step",
+        digest="b1035ec3",
+        before="nothing_changed = run.step > 0 and trainer.guard.losses.skipped == run.step",
+        after="nothing_changed = True and trainer.guard.losses.skipped == run.step",
         reason="a complete run has taken a step",
     ),
     Equivalent(
@@ -347,7 +347,7 @@ EQUIVALENT = [
     Equivalent(
         module="training/guard.py",
         function="Guard.judge",
-        digest="92c239d5",
+        digest="8e2e6c08",
         before="loss > limit",
         after="loss >= limit",
         reason="a loss that equals its limit",
@@ -355,7 +355,7 @@ EQUIVALENT = [
     Equivalent(
         module="training/guard.py",
         function="copy_to_host",
-        digest="54c5c0b5",
+        digest="1186ca2e",
         before="values.device.type != 'cuda'",
         after="True",
         reason="not reached without a GPU",
@@ -363,7 +363,7 @@ EQUIVALENT = [
     Equivalent(
         module="training/guard.py",
         function="copy_to_host",
-        digest="54c5c0b5",
+        digest="1186ca2e",
         before=(
             "torch.empty_like(values, device='cpu', pin_memory=True).copy_(values, "
             "non_blocking=True)"
@@ -374,9 +374,9 @@ EQUIVALENT = [
     Equivalent(
         module="training/loop.py",
         function="train_loop",
-        digest="bd012d29",
-        before="Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)",
-        after="Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 1)",
+        digest="94b2c0fd",
+        before="Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)",
+        after="Pending(row=row, evaluate=True, save=run.config.rollbacks > 1)",
         reason="a run has three rollbacks, or none",
     ),
     Equivalent(

@@ -153,11 +153,12 @@ def train_all(configs, *faults):
 
 
 def before_each_step(action):
-    """From now on, each step of a training in this process begins with `action(run)`."""
+    """From now on, each step of a training in this process begins with `action(run)`, of the
+    `OpenRun`."""
     from gpt2_ddp.training import loop
 
     step = loop.train_step
-    loop.train_step = lambda run: (action(run), step(run))[1]
+    loop.train_step = lambda trainer: (action(trainer.run), step(trainer))[1]
 
 
 def said(function, *args):
@@ -186,20 +187,21 @@ def train_with_faults(
     sample_texts = generate.sample_texts
     taken = []
 
-    def train_step(run):
+    def train_step(trainer):
+        run = trainer.run
         taken.append(run.step)
         if run.accelerator.process_index < run.accelerator.num_processes - 1:
-            return step(run)
+            return step(trainer)
         if len(taken) == dies_at:
             os.kill(os.getpid(), sent)
         if not bad[0] <= run.task.feed.next_position < bad[1]:
-            return step(run)
-        backward = run.optimizer.backward
-        run.optimizer.backward = lambda loss, last: backward(loss * times, last)
+            return step(trainer)
+        backward = trainer.optimizer.backward
+        trainer.optimizer.backward = lambda loss, last: backward(loss * times, last)
         try:
-            return step(run)
+            return step(trainer)
         finally:
-            del run.optimizer.backward
+            del trainer.optimizer.backward
 
     def sample_less(model, tokenizer, prompts, sampling, poll):
         tokens = model.config.block_size + 2
@@ -412,8 +414,8 @@ def expect_defect(run, capsys, *defects):
 
 def initial_weights(config):
     """A run's whole weights before its first step, as lists."""
-    with built(config) as run:
-        weights = run.task.model.state_dict()
+    with built(config) as trainer:
+        weights = trainer.run.task.model.state_dict()
         return {
             name: getattr(value, "full_tensor", value.clone)().tolist()
             for name, value in weights.items()
@@ -429,8 +431,8 @@ def built(config, make_task=None):
     from gpt2_ddp.training.start import build, open_run
 
     usual = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
-    with open_run(config, make_task or usual) as opened:
-        yield build(opened)
+    with open_run(config, make_task or usual) as run:
+        yield build(run)
 
 
 @contextmanager
@@ -438,8 +440,8 @@ def started(config):
     """The `Training` of a configuration, before its first step."""
     from gpt2_ddp.training.start import start
 
-    with built(config) as trainer, start(trainer) as run:
-        yield run
+    with built(config) as trainer, start(trainer) as training:
+        yield training
 
 
 def by_definition(seed, n, position):

@@ -201,3 +201,11 @@ def test_a_run_without_scores_has_evaluated_before_its_first_step_once():
     """Without a validation split, evaluations have no scores."""
     assert Progress().is_new
     assert not Progress(scored_at=0).is_new
+
+
+def test_the_length_of_a_run_stays_when_a_checkpoint_is_loaded():
+    """It follows from the configuration, so no checkpoint has it."""
+    progress = Progress(step=8, steps=20)
+    assert "steps" not in progress.model_dump()
+    progress.load_state_dict(Progress(step=4, steps=16))
+    assert (progress.step, progress.steps) == (4, 20)

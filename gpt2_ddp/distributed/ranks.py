@@ -1,6 +1,7 @@
 """Collective helpers: work on the main process, errors on all ranks, agreement and sums."""
 
 import operator
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
@@ -133,28 +134,29 @@ def _raise_on_every_rank(errors: Sequence[UserError | None]) -> None:
             raise error
 
 
-Later = Callable[[], list[float]]
-"""Waits for numbers, and returns them."""
+class LateSum:
+    """Sums of fp64 values over all ranks that are read later than they are started: no rank waits
+    for another in between, and none for a GPU. A single process has its own values.
 
-
-def late_sums() -> Callable[[Sequence[float]], Later]:
-    """A function that starts the sum of fp64 values over all ranks; a single process has its own
-    values. Collective.
-
-    Every rank calls that function equally often, in the same order as other work of the control
-    group. Until the result is asked for, no rank waits for another, and no GPU either.
+    `control_group` connects it, so making one is collective. Every rank starts equally many sums,
+    in the same order as other work of the control group.
     """
-    if not (group := control_group()):
-        return lambda values: lambda: [*values]
 
-    def start(values: Sequence[float]) -> Later:
+    def __init__(self):
+        self._group = control_group()
+        self._started: deque[tuple[Tensor, dist.Work | None]] = deque()
+
+    def start(self, values: Sequence[float]) -> None:
+        """Starts a sum."""
         total = torch.tensor(values, dtype=torch.float64)
-        work: Any = dist.all_reduce(total, group=group, async_op=True)
+        work = None
+        if self._group:
+            work = dist.all_reduce(total, group=self._group, async_op=True)
+        self._started.append((total, work))
 
-        def result() -> list[float]:
+    def result(self) -> list[float]:
+        """The oldest sum whose result was not read yet. Waits for all ranks to have started it."""
+        total, work = self._started.popleft()
+        if work:
             work.wait()
-            return total.tolist()
-
-        return result
-
-    return start
+        return total.tolist()

@@ -36,7 +36,7 @@ from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.fsdp import count_shards, follow_accelerate
 from gpt2_ddp.training.gpus import GPUS, peak_flops
-from gpt2_ddp.training.start import Opened, open_run
+from gpt2_ddp.training.start import OpenRun, open_run
 from gpt2_ddp.training.throughput import device_name
 
 # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
@@ -87,6 +87,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
         try:
             _check_folder(Path(config.output_dir, config.run_name))
             with open_run(config, make_task, lock=False) as run:
+                assert isinstance(run.config, TrainingConfig)
                 seen.model = run.config.model
                 seen.step = run.step
                 recipe_file = missing_data(config)
@@ -109,7 +110,7 @@ def _check_folder(run_folder: Path) -> None:
         raise UserError("output_dir", run_folder, hint) from error
 
 
-def _open_data(run: Opened, seen: Seen) -> None:
+def _open_data(run: OpenRun, seen: Seen) -> None:
     task = run.task
     assert isinstance(task, Pretraining)
     task.open_data()
@@ -117,7 +118,7 @@ def _open_data(run: Opened, seen: Seen) -> None:
     if not run.is_complete:
         task.load_tasks()
         with torch.device("meta"):
-            task.build_model()
+            task.build_model(needs_memory=False)
         task.check_hashes(record=False)
 
 

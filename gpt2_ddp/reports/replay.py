@@ -214,7 +214,7 @@ def _rows(run: Path) -> Iterator[Record]:
 
 
 def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: Record) -> RunConfig:
-    """The settings `saved` for a run in another folder, without preparation, trackers, profile and
+    """The settings `saved` for a run in another folder, without preparation, trackers, mirror and
     tasks, whose items may be gone. `train.compile: auto` becomes the choice in `state`, on such a
     device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)

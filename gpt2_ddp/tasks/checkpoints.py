@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
@@ -26,6 +26,7 @@ from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.evaluation.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.evaluation.items import METRICS, ItemSet, answer, judge, load_sets
 from gpt2_ddp.files import refuse_links, write_atomically
+from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import make_output_folder, text_table, write_json
 from gpt2_ddp.records.rows import finite
 from gpt2_ddp.tasks.images import unlabelled
@@ -69,50 +70,58 @@ def open_splits(
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
             names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
-            hint = f"has tokens of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
-            raise UserError("data", folder, hint)
-    there = [number for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1]
-    if not there:
-        known = ", ".join(sorted({split for manifest in manifests for split in manifest.splits}))
-        raise UserError("split", split, f"is not in {' '.join(folders)}; it has {known}")
-    return manifests, {
-        number: TokenStream(Path(folders[number]), manifests[number], split) for number in there
+            advice = "prepare the text with the checkpoint's tokenizer"
+            raise UserError("data", folder, f"has tokens of another tokenizer {names}; {advice}")
+    streams = {
+        number: TokenStream(Path(folder), manifest, split)
+        for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True))
+        if manifest.tokens(split) > 1
     }
+    if not streams:
+        splits = ", ".join(sorted({name for manifest in manifests for name in manifest.splits}))
+        raise UserError("split", split, f"is not in {' '.join(folders)}; it has {splits}")
+    return manifests, streams
+
+
+class _Loaded(NamedTuple):
+    """A GPT, and the data that it is scored on."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    streams: dict[int, TokenStream]  # of the split, by the number of the folder
+    weights: Mapping[int, float]  # of the folders, in the run; empty for other folders
+    note: str
 
 
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """The loss of a GPT's checkpoint over a split of `data`, or of the run's own folders. With
     several, that of each, and of all by the run's weights, if there are as many as the run's."""
     settings = read_settings(checkpoint)
-    own = settings.data.paths
+    folders_of_run = settings.data.paths
     data = settings.data.model_copy(update={"path": config.data or settings.data.path})
     settings = settings.model_copy(update={"data": data})
     folders = data.paths
-    has_weights = 1 < len(own) == len(folders)
+    has_weights = 1 < len(folders_of_run) == len(folders)
 
-    def load():
+    def load() -> _Loaded:
         model, tokenizer = load_model(checkpoint, config.trust_run_code)
         manifests, streams = open_splits(folders, config.split, tokenizer)
         weights = source_weights(settings, manifests, config.split) if has_weights else {}
-        note = (
-            tokenizer_note(dict(zip(folders, manifests, strict=True)))
-            if config.split == "val"
-            else ""
-        )
-        return model, tokenizer, streams, weights, note
+        note = ""
+        if config.split == "val":
+            note = tokenizer_note(dict(zip(folders, manifests, strict=True)))
+        return _Loaded(model, tokenizer, streams, weights, note)
 
-    model, tokenizer, streams, weights, note = on_every_rank(load)
-    if note:
-        print_line(f"note: {note}")
+    loaded = on_every_rank(load)
+    if loaded.note:
+        print_line(f"note: {loaded.note}")
     size = settings.model.block_size
-    lengths = tokenizer.token_bytes()
-    prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    found = {
-        number: evaluate(
-            accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size
-        )
-        for number, stream in streams.items()
-    }
+    lengths = loaded.tokenizer.token_bytes()
+    prepared = accelerator.prepare_model(loaded.model, evaluation_mode=True)
+    evaluations: dict[int, Evaluation] = {}
+    for number, stream in loaded.streams.items():
+        windows = EvalSet(stream, size, config.tokens, lengths)
+        evaluations[number] = evaluate(accelerator, prepared, windows, config.batch_size)
 
     def as_text(result: Evaluation) -> str:
         loss = f"{config.split} loss {result.loss:.6f}"
@@ -121,18 +130,15 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         return f"{loss}, perplexity {result.perplexity:.4f}, {bits} over {scored}"
 
     if len(folders) == 1:
-        return as_text(found[0])
-    whole = (
-        [as_text(mixed([(weights[number], one) for number, one in found.items()]))]
-        if weights
-        else []
-    )
-    return "\n  ".join(
-        [
-            *whole,
-            *(f"{settings.data.names[number]}: {as_text(one)}" for number, one in found.items()),
-        ]
-    )
+        return as_text(evaluations[0])
+    lines = [
+        f"{settings.data.names[number]}: {as_text(result)}"
+        for number, result in evaluations.items()
+    ]
+    if loaded.weights:
+        weighted = [(loaded.weights[number], result) for number, result in evaluations.items()]
+        lines.insert(0, as_text(mixed(weighted)))
+    return "\n  ".join(lines)
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
@@ -192,18 +198,21 @@ def _evaluations(checkpoint: Checkpoint) -> Path:
 def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
     """The configuration of a small job's run; `data` may name another folder of images. Raises:
     UserError for flags of GPT-2 runs."""
-    own = checkpoint.config.get("data", {})
+    data = checkpoint.config.get("data", {})
     folder = " ".join(config.data)
-    refused = {"tokens": config.tokens, "tasks": ", ".join(config.tasks)}
-    refused |= {
-        "split": config.split.removeprefix("val"),
-        "data": "" if own.get("path") else folder,
+    refused = {
+        "tokens": config.tokens,
+        "tasks": ", ".join(config.tasks),
+        "split": "" if config.split == "val" else config.split,
+        "data": "" if data.get("path") else folder,
     }
     for field, value in refused.items():
         if value:
-            hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
-            raise UserError(field, value, hint)
-    saved = {**checkpoint.config, "data": {**own, "path": folder}} if folder else checkpoint.config
+            scored = f"this {checkpoint.kind} run is scored on all of its test samples"
+            raise UserError(field, value, f"is for GPT-2 runs; {scored}: remove it")
+    saved = checkpoint.config
+    if folder:
+        saved = {**saved, "data": {**data, "path": folder}}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
     return settings

@@ -19,20 +19,18 @@ def start_job(config: JobConfig) -> int:
 
 
 def _train(config: JobConfig) -> str:
-    from safetensors.torch import load_file
+    # torch, which the process that starts the ranks does not load
+    from safetensors.torch import load_file  # noqa: PLC0415
 
-    from gpt2_ddp.tasks.jobs import run_job
+    from gpt2_ddp.tasks.jobs import run_job  # noqa: PLC0415
 
     result = run_job(config)
     if result.outcome == "completed" and is_main_process():
         scores = {name: value for name, value in result.metrics.items() if name != "val_samples"}
         if config.kind == "regression" and result.checkpoint:
-            line = load_file(result.checkpoint / "model.safetensors")
-            scores = {
-                name.removeprefix("linear."): value.item() for name, value in line.items()
-            } | scores
-        print(
-            ", ".join(f"{name} {value:.5g}" for name, value in scores.items())
-            + f", {result.seconds:.1f} s"
-        )
+            weights = load_file(result.checkpoint / "model.safetensors")
+            line = {name.removeprefix("linear."): value.item() for name, value in weights.items()}
+            scores = line | scores
+        texts = [f"{name} {value:.5g}" for name, value in scores.items()]
+        print(", ".join([*texts, f"{result.seconds:.1f} s"]))
     return result.outcome

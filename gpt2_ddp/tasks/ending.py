@@ -35,9 +35,8 @@ def print_end(run: Path, script: str) -> None:
 
 def next_training(folder: Path, manifest: "Manifest") -> str:
     """The command that trains on prepared data, with the preset that suits the size of its text."""
-    from gpt2_ddp.data.manifest import (
-        text_bytes,  # numpy, which the parent of a small job does not load
-    )
+    # numpy, which the process that starts a small job's ranks does not load
+    from gpt2_ddp.data.manifest import text_bytes  # noqa: PLC0415
 
     words = [command_for("train_gpt2")]
     hint = ""

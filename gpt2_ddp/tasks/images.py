@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -31,11 +31,15 @@ from gpt2_ddp.preparation.source_files import files_below
 from gpt2_ddp.preparation.text_files import open_bytes
 from gpt2_ddp.tasks.supervised import Samples
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 # splits that can be the one to test on; the first that is there is
 TEST = ("test", "validation", "val")
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
 HINT = (
-    "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
+    "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, "
+    "with train and test parquet files, "
     "or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
 CIFAR = {
@@ -48,6 +52,13 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 """Splits, and rows of a table: an image, as a file or its content, and its labels."""
 
 
+class StoredImage(TypedDict):
+    """An image as `datasets` keeps it: one of the two is known."""
+
+    path: str | None
+    bytes: bytes | None
+
+
 class Images(NamedTuple):
     """A training and a test split, inputs uint8 [N, 3, H, W] and targets int64 [N]."""
 
@@ -57,7 +68,7 @@ class Images(NamedTuple):
 
 
 def decode(
-    stored: Sequence[Any],
+    stored: Sequence[StoredImage],
     targets: Tensor,
     place: str,
     size: int | None,
@@ -68,22 +79,24 @@ def decode(
     `place`. `shape`: [3, H, W] of each; (): of the first. Raises: UserError of `field` where one
     cannot be decoded, or memory does not suffice."""
     inputs = torch.empty(0)
-    names = []
+    names: list[str] = []
     for row, image in enumerate(stored):
-        is_file = image and image["path"] and not image["bytes"]
-        names.append(image["path"] if is_file else f"{place}, row {row}")
+        name = f"{place}, row {row}"
+        if image and image["path"] and not image["bytes"]:  # None for a missing one
+            name = image["path"]
+        names.append(name)
         try:
             pixels = decode_image(image, size)
             shape = shape or pixels.shape
             if shape != pixels.shape:
-                raise ValueError(
-                    f"its size differs from {shape[2]} x {shape[1]}; set data.image_size"
-                )
+                size_of_others = f"{shape[2]} x {shape[1]}"
+                raise ValueError(f"its size differs from {size_of_others}; set data.image_size")
         except Exception as error:  # Pillow raises any for a damaged file
             reason = str(error).partition(" <")[0]  # without an address in memory
-            raise UserError(field, names[-1], f"cannot be read as an image ({reason})") from error
+            raise UserError(field, name, f"cannot be read as an image ({reason})") from error
         if not row:
-            if (needed := len(stored) * pixels.size) > free_memory():
+            needed = len(stored) * pixels.size
+            if needed > free_memory():
                 hint = f"images need {needed / 1e9:.1f} GB of memory; set a smaller data.image_size"
                 raise UserError(field, f"{len(stored):,}", hint)
             inputs = torch.empty(len(stored), *shape, dtype=torch.uint8)
@@ -93,17 +106,16 @@ def decode(
 
 def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> Samples:
     """The images of files and folders, `images` of the user, prepared as those of a run, with
-    targets 0.
-    Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
-    files = []
+    targets 0. Raises: UserError if one is no image, or without `data.image_size` of another
+    `shape`."""
+    files: list[Path] = []
     for name in names:
         files += _images_in(Path(name)) if os.path.isdir(name) else [Path(name)]
     if not files:
         raise UserError("images", " ".join(names), "has no images")
-    stored = [{"path": str(file), "bytes": None} for file in files]
-    return decode(
-        stored, torch.zeros(len(files)).long(), "", config.image_size, tuple(shape), "images"
-    )
+    stored = [StoredImage(path=str(file), bytes=None) for file in files]
+    targets = torch.zeros(len(files)).long()
+    return decode(stored, targets, "", config.image_size, tuple(shape), "images")
 
 
 def load_images(
@@ -114,8 +126,8 @@ def load_images(
 ) -> Images:
     """The images of a configuration, equal on every rank. One process per node reads them first,
     for the caches. `seed` decides which images are held out, where there is no test split. `facts`:
-    of the checkpoint that uses them.
-    Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
+    of the checkpoint that uses them. Raises: UserError, on every rank, if they cannot be read or
+    contradict the configuration."""
     first = accelerator.is_local_main_process
     early = on_every_rank(lambda: read_images(config, seed, facts) if first else None)
     return on_every_rank(lambda: early or read_images(config, seed, facts))
@@ -163,14 +175,11 @@ def number_classes(
     return [*number_of], numbers
 
 
-def decode_image(stored: Any, size: int | None) -> np.ndarray:
+def decode_image(stored: StoredImage, size: int | None) -> np.ndarray:
     """uint8 [3, H, W] of the first frame of an image, upright by its EXIF orientation, without
-    transparency.
-
-    `stored`: a row of `datasets`. `size`: pixels each way, to which the largest centred square is
-    scaled.
-    Raises: any exception for others."""
-    content = stored["bytes"] or regular(Path(stored["path"])).read_bytes()
+    transparency. `size`: pixels each way, to which the largest centred square is scaled. Raises:
+    any exception for a file that is no image."""
+    content = stored["bytes"] or regular(Path(stored["path"] or "")).read_bytes()
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
     if image.mode[0] in "IF":
         raise ValueError(f"Pillow's mode {image.mode}; save it as 8-bit RGB")
@@ -179,9 +188,8 @@ def decode_image(stored: Any, size: int | None) -> np.ndarray:
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
         # cropped first: `ImageOps.fit` would mix in pixels outside the square
-        image = image.crop((left, top, left + side, top + side)).resize(
-            (size, size), Image.Resampling.BICUBIC
-        )
+        square = image.crop((left, top, left + side, top + side))
+        image = square.resize((size, size), Image.Resampling.BICUBIC)
     return np.moveaxis(np.asarray(image), -1, 0)
 
 
@@ -191,30 +199,32 @@ def read_source(
     """The split `train`, and the first of `TEST` or a share of the training images: tables of
     `datasets` with the columns image and label, and the result of `number_classes`. Raises:
     UserError."""
-    import datasets
+    import datasets  # noqa: PLC0415  a second
 
     if config.path:
-        is_empty = os.path.isdir(config.path) and not os.listdir(config.path)
-        if problem := no_such_folder(config.path) or ("is an empty folder" if is_empty else ""):
+        problem = no_such_folder(config.path)
+        if os.path.isdir(config.path) and not os.listdir(config.path):
+            problem = "is an empty folder"
+        if problem:
             raise UserError("data.path", config.path, f"{problem}; {HINT}")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the message below has the reason
-    found = {}
+    tables = {}
     try:
         hub = config.name if "/" in config.name else f"uoft-cs/{config.name}"
         splits = _open_folder(Path(config.path)) if config.path else datasets.load_dataset(hub)
         for name in ("train", *TEST):
-            if name in splits and len(found) < 2:
+            if name in splits and len(tables) < 2:
                 table = _with_columns(config, splits[name])
                 if table.unique("label") not in ([], [-1]):  # unlabelled
-                    found[name] = table
-        if len(found) == 1:
-            count = len(found["train"])
+                    tables[name] = table
+        if len(tables) == 1:
+            count = len(tables["train"])
             if math.ceil(count * config.test_fraction) >= count:
                 raise ValueError(f"{count:,} images are too few to draw test images from")
-            found = found["train"].train_test_split(config.test_fraction, seed=seed)
-            held_out = f"{len(found['test']):,} images, drawn by the seed, are test images"
+            tables = tables["train"].train_test_split(config.test_fraction, seed=seed)
+            held_out = f"{len(tables['test']):,} images, drawn by the seed, are test images"
             print_line(f"note: no split {', '.join(TEST)}: {held_out}")
-        return found, *number_classes(found, config, known)
+        return tables, *number_classes(tables, config, known)
     except Exception as error:  # datasets, pyarrow and pickle raise any
         cause = error.__cause__ or error
         reason = truncate(cause if type(cause) is ValueError else repr(cause), 150)
@@ -223,23 +233,24 @@ def read_source(
         raise UserError(field, place, f"cannot be read ({reason}); {HINT}") from error
 
 
-def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
+def _with_columns(config: ClassifierDataConfig, rows: "Dataset") -> "Dataset":
     """The table with its columns named image and label. Raises: LookupError where it has none."""
-    import datasets
+    import datasets  # noqa: PLC0415  a second
 
     names = {}
     for kind, usual in COLUMNS.items():
         given = getattr(config, f"{kind}_column")
-        found = [name for name in ([given] if given else usual) if name in rows.features]
-        if not found:
+        columns = [name for name in ([given] if given else usual) if name in rows.features]
+        if not columns:
             raise LookupError(f"set data.{kind}_column to one of {', '.join(rows.features)}")
-        names[found[0]] = kind
+        names[columns[0]] = kind
     rows = rows.with_format(None).select_columns([*names]).rename_columns(names)
     return rows.cast_column("image", datasets.Image(decode=False))
 
 
-def _open_folder(folder: Path) -> Any:
-    import datasets
+def _open_folder(folder: Path) -> "dict[str, Dataset]":
+    """The table of each split in a folder."""
+    import datasets  # noqa: PLC0415  a second
 
     tables = defaultdict(list)
     for file in _files_in(folder):
@@ -279,9 +290,8 @@ def _images_in(folder: Path) -> list[Path]:
     files = _files_in(folder)
     images = [file for file in files if file.suffix.lower() in Image.registered_extensions()]
     if len(images) < len(files):
-        print_line(
-            f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg"
-        )
+        others = f"{len(files) - len(images):,} files of other types not used"
+        print_line(f"note: {others}; save images as .png or .jpg")
     return images
 
 
@@ -294,13 +304,8 @@ def _mnist(folder: Path) -> Rows:
             _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
             pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
             for image, label in zip(pixels, labels[8:], strict=True):
-                yield (
-                    split,
-                    {
-                        "image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(),
-                        "label": label,
-                    },
-                )
+                content = b"P5 %d %d 255\n" % (width, height) + image.tobytes()
+                yield split, {"image": content, "label": label}
 
 
 def _cifar(folder: Path) -> Rows:
@@ -315,23 +320,18 @@ def _cifar(folder: Path) -> Rows:
                 split = "test" if name.startswith("test") else "train"
                 images = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 for pixels, label in zip(images, batch[f"{kind}s"], strict=True):
-                    row = {
-                        "image": b"P6 32 32 255\n" + pixels.tobytes(),
-                        "label": names[f"{kind}_names"][label],
-                    }
-                    yield split, row
+                    content = b"P6 32 32 255\n" + pixels.tobytes()
+                    yield split, {"image": content, "label": names[f"{kind}_names"][label]}
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that
-        nothing else runs."""
-        if module.partition(".")[0] in ("numpy", "_codecs") and name in (
-            "_reconstruct",
-            "ndarray",
-            "dtype",
-            "encode",
-        ):
+    """Reads pickles of arrays, and executes nothing else that a pickle may name."""
+
+    NAMES = ("_reconstruct", "ndarray", "dtype", "encode")
+
+    def find_class(self, module: str, name: str) -> object:
+        """What the pickles of arrays call. Raises: UnpicklingError for all other names."""
+        if module.partition(".")[0] in ("numpy", "_codecs") and name in self.NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it loads {module}.{name}")
 

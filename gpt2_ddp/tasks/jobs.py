@@ -34,7 +34,7 @@ def make_job(
     config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None
 ) -> Job:
     """The job of a configuration: data equal on every rank, and a freshly initialised model.
-    `facts`: what a checkpoint that the job is for keeps of its data; None: the data say it."""
+    `facts`: of the data, from the checkpoint that the job is for; None: read from the data."""
     return JOBS[config.kind](config, accelerator, facts)
 
 
@@ -47,9 +47,10 @@ def regression_job(config: RegressionConfig, *_: object) -> Job:
         x, noise = torch.randn(2, n, generator=generator)
         return Samples(x, data.weight * x + data.bias + data.noise * noise)
 
-    return Job(
-        Line(), points(data.points), points(data.test_points), lambda y, target: (y - target) ** 2
-    )
+    def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets) ** 2
+
+    return Job(Line(), points(data.points), points(data.test_points), squared_errors)
 
 
 def classifier_job(
@@ -64,9 +65,8 @@ def classifier_job(
 
     def points(n: int) -> Samples:
         labels = torch.arange(n) % 2
-        return Samples(
-            torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels
-        )
+        inputs = torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1)
+        return Samples(inputs, labels)
 
     train = points(data.points)
     test = points(data.test_points)
@@ -77,12 +77,11 @@ def image_job(
     config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None
 ) -> Job:
     """Images of any number of classes, classified by LeNet or ResNet-18; pixels in [-1, 1]."""
-    if config.model.sync_batchnorm and accelerator.device.type != "cuda":
-        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
+    device = accelerator.device.type
+    if config.model.sync_batchnorm and device != "cuda":
+        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {device}; remove the flag"
         raise UserError("model.sync_batchnorm", "true", hint)
-    from gpt2_ddp.tasks.images import (
-        load_images,  # imports Pillow and pyarrow, which other jobs do not need
-    )
+    from gpt2_ddp.tasks.images import load_images  # noqa: PLC0415  Pillow and pyarrow
 
     images = load_images(accelerator, config.data, config.seed, facts)
     model = image_model(config, images.facts)
@@ -190,8 +189,7 @@ class MLP(nn.Sequential):
 
 class LeNet(nn.Module):
     """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's
-    tutorials have it.
-    `size`: of the images, (H, W); at least 16 each."""
+    tutorials have it. `size`: of the images, (H, W); at least 16 each."""
 
     def __init__(self, classes: int, size: Sequence[int] = (32, 32)):
         super().__init__()
@@ -235,8 +233,7 @@ class ResidualBlock(nn.Module):
 
 class ResNet18(nn.Module):
     """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without
-    pooling; 11.2M.
-    `width`: channels of its first block."""
+    pooling; 11.2M parameters. `width`: channels of its first block."""
 
     def __init__(self, classes: int, width: int = 64):
         super().__init__()
@@ -263,9 +260,8 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        # the longest sequence
         model = config.model
-        length = config.data.length
+        length = config.data.length  # of the longest sequence
         block = model.n_embd, model.n_head, model.d_ff, model.dropout
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
         self.dropout = nn.Dropout(model.dropout)

@@ -1,10 +1,10 @@
 """Pretraining of a GPT on the shard folders of `data.path` (a `training.task.Task`)."""
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
-from gpt2_ddp.evaluation.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
+from gpt2_ddp.evaluation.evaluate import BATCH, IGNORED, EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.evaluation.items import ItemSet, answer, judge, load_sets, notes_on
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.generate import Sampling, sample_texts
@@ -32,19 +32,19 @@ from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
-from gpt2_ddp.tasks.user_task import make
+from gpt2_ddp.tasks.user_task import Code, make
 from gpt2_ddp.training.branch import advise_branch
 from gpt2_ddp.training.fsdp import make_model
 from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.run_length import settle_minutes
-from gpt2_ddp.training.task import Due, Loss, Poll
+from gpt2_ddp.training.task import Due, Loss, Poll, Task
 
 TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
 
 
-class Pretraining:
+class Pretraining(Task[TrainingConfig]):
     """Next-token training of a GPT; the loss is a mean over tokens.
 
     A feed item is a window of T = block_size tokens. A step has G windows and may straddle two
@@ -56,9 +56,9 @@ class Pretraining:
     """
 
     unit = "tokens"
-    initial: Iterator[Any] = iter(())
-    code: Any = None
-    """Where a subclass comes from, an `user_task.Code`; None in this package."""
+    model: GPT  # a subclass's may be another module that is called like one
+    code: Code | None = None
+    """Where a subclass comes from; None in this package."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Pretraining:
         if config.train.minutes:
             config = settle_minutes(config, saved, self._has_own_schedule)
         self.config = config
-        self.accelerator: Any = accelerator
+        # commands that only make a model or an order have none
+        self.accelerator = cast(Accelerator, accelerator)
         self._saved = saved
-        self._data: Any = saved.state.task if saved else None
         self.units_per_item = config.model.block_size
         self._needs_weights = bool(config.train.init_from) and not saved
         if accelerator:
@@ -99,13 +99,14 @@ class Pretraining:
             return
         is_branch = bool(config.train.branch_from) and saved.step == saved.state.progress.first_step
         length = config.model_dump(mode="json")["train"]
-        if not is_branch and all(
-            length[name] == saved.config["train"].get(name) for name in ("steps", "epochs")
-        ):
+        before = saved.config["train"]
+        is_longer = any(length[name] != before.get(name) for name in ("steps", "epochs"))
+        if not (is_branch or is_longer):
             return
         zero = f"the learning rate is 0 from step {end:,} on"
         if is_branch:
-            hint = f"{zero}, where this branch begins; give it a decay of its own, such as --optim.decay_steps {steps}"
+            advice = f"give it a decay of its own, such as --optim.decay_steps {steps}"
+            hint = f"{zero}, where this branch begins; {advice}"
             raise UserError("optim.decay_steps", config.optim.decay_steps, hint)
         field = "steps" if config.train.epochs is None else "epochs"
         advice = advise_branch(Path(config.output_dir, config.run_name), optim)
@@ -120,38 +121,39 @@ class Pretraining:
         if optim.decay_steps is not None or not steps:
             return optim.decay_steps
         end = max(steps, optim.warmup_steps + 1)
-        kept = saved and saved.config["optim"]["decay_steps"]
-        if (
-            saved
-            and kept
-            and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step)
-        ):
-            return kept
+        kept = saved.config["optim"]["decay_steps"] if saved else None
+        if saved and kept:
+            before = optim.model_copy(update={"decay_steps": kept})
+            if not before.may_end_at(end, saved.step):
+                return kept
         return end
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         return self.config.total_steps(epoch_size)
 
+    def set_steps(self, steps: int) -> None:
+        """Replaces `train.minutes` by a number of steps."""
+        length = {"steps": steps, "minutes": None}
+        train = self.config.train.model_copy(update=length)
+        self.config = self.config.model_copy(update={"train": train})
+        self.resolve()
+
     def resolve(self) -> None:
         """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the
-        data are open.
-
-        A resumed run keeps its tokens."""
+        data are open. A resumed run keeps its tokens."""
         config = self.config
         optim = self.config.optim
-        saved = self._saved
-        known = saved.config if saved else config.model_dump()
+        recorded = self._saved.config if self._saved else config.model_dump()
         tokens = config.eval.tokens
         if tokens == "auto":
-            tokens = known["eval"]["tokens"]
+            tokens = recorded["eval"]["tokens"]
         if tokens == "auto":
             tokens = config.auto_eval_tokens
         end = self._end_of_decay(self.epoch_size)
-        kept = known["optim"]["decay_steps"]
-        if optim.decay_steps is None and end and kept not in (None, end):
-            print_line(
-                f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it"
-            )
+        before = recorded["optim"]["decay_steps"]
+        if optim.decay_steps is None and end and before not in (None, end):
+            change = f"optim.decay_steps changes from {before} to {end}"
+            print_line(f"note: {change}; no step so far depends on it")
         evals = config.eval.model_copy(update={"tokens": tokens})
         optim = optim.model_copy(update={"decay_steps": end})
         self.config = config.model_copy(update={"eval": evals, "optim": optim})
@@ -177,58 +179,57 @@ class Pretraining:
         """Opens the data by their small files, and resolves the configuration. Raises:
         UserError."""
         config = self.config
-        accelerator = self.accelerator
-        paths = self.config.data.paths
-        # 10,000 shards x 1,024 ranks are 10 million headers
-        check = accelerator.is_local_main_process
+        paths = config.data.paths
+        # one process of each machine: 10,000 shards x 1,024 ranks would be 10 million headers
+        check = self.accelerator.is_local_main_process
         self.corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.validates = bool(corpus.validation)
         self.manifests = corpus.manifests
         self.tokenizer = corpus.tokenizer
         self.manifest = corpus.manifests[0]
-        check_ranks_agree(
-            {
-                f"folder {n} of data.path": f"hash {one.hash}"
-                for n, one in enumerate(self.manifests, 1)
-            }
-        )
-        for field, value in (
-            ("eval.patience", config.eval.patience),
-            ("eval.tasks", " ".join(config.eval.tasks)),
-        ):
-            if value and not self.validates:
-                raise UserError(
-                    field, value, f"{' '.join(paths)} has no validation split; remove this setting"
-                )
+        hashes = [f"hash {manifest.hash}" for manifest in self.manifests]
+        check_ranks_agree({f"folder {n} of data.path": text for n, text in enumerate(hashes, 1)})
+        if not self.validates:
+            self._refuse_evaluations()
         if self._saved:
             mixture = corpus.mixture or single_folder(self.manifest.hash)
             check_resumed_data(config, self._saved.state, mixture)
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.resolve()
-        steps = self.total_steps(self.epoch_size)
-        warmup = config.optim.warmup_steps
-        if steps and steps <= warmup:
-            print_line(
-                f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}"
-            )
-        end = self.config.optim.decay_steps
-        if (
-            steps
-            and end
-            and steps > end
-            and self.config.optim.is_over(end)
-            and not self._has_own_schedule
-        ):
-            print_line(
-                f"note: the learning rate is 0 from step {end:,} on, the end of optim.decay_steps"
-            )
-        if note := tokenizer_note(dict(zip(paths, self.manifests, strict=True))):
-            print_line(f"note: {note}")
+        self._print_notes()
         file = Path(paths[0]) / self.manifest.tokenizer
-        self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
+        files: dict[str, bytes] = {}
+        if file.is_file():
+            files[file.name] = file.read_bytes()
         if self.code:
-            self.files = {**self.files, CODE: self.code.source}
+            files[CODE] = self.code.source
+        self.files = files
+
+    def _refuse_evaluations(self) -> None:
+        """Raises: UserError for settings that need a validation split."""
+        evals = self.config.eval
+        hint = "has no validation split; remove this setting"
+        paths = " ".join(self.config.data.paths)
+        if evals.patience:
+            raise UserError("eval.patience", evals.patience, f"{paths} {hint}")
+        if evals.tasks:
+            raise UserError("eval.tasks", " ".join(evals.tasks), f"{paths} {hint}")
+
+    def _print_notes(self) -> None:
+        """Prints what is unusual about the length, the schedule and the tokenizers of the run."""
+        optim = self.config.optim
+        steps = self.total_steps(self.epoch_size)
+        if steps and steps <= optim.warmup_steps:
+            warm_up = f"the end of optim.warmup_steps = {optim.warmup_steps:,}"
+            print_line(f"note: the run ends at step {steps:,}, before {warm_up}")
+        end = optim.decay_steps
+        is_longer = steps is not None and end is not None and steps > end
+        if end and is_longer and optim.is_over(end) and not self._has_own_schedule:
+            zero = f"the learning rate is 0 from step {end:,} on"
+            print_line(f"note: {zero}, the end of optim.decay_steps")
+        if note := tokenizer_note(dict(zip(self.config.data.paths, self.manifests, strict=True))):
+            print_line(f"note: {note}")
 
     def _get_missing_data(self) -> None:
         config = self.config
@@ -240,11 +241,15 @@ class Pretraining:
         UserError."""
         self.item_sets: list[ItemSet] = []
         evals = self.config.eval
-        if evals.tasks:
-            sizes = TASK_ITEMS, self.tokenizer, self.config.model.block_size
-            self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
-            for note in notes_on(self.item_sets, self._data.tasks if self._data else {}):
-                print_line(f"note: {note}")
+        if not evals.tasks:
+            return
+        size = self.config.model.block_size
+        load = partial(load_sets, "eval.tasks", evals.tasks, TASK_ITEMS, self.tokenizer, size)
+        self.item_sets = on_main(load)
+        data = self._saved.state.task if self._saved else None
+        before = data.tasks if isinstance(data, GPTData) else {}
+        for note in notes_on(self.item_sets, before):
+            print_line(f"note: {note}")
 
     def make_order(self, sources: Sequence[Sized]) -> Order:
         """The order of the windows of all folders' training splits."""
@@ -259,33 +264,34 @@ class Pretraining:
         config = self.config
         return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing)
 
-    def build_model(self) -> None:
-        """Makes the model with its initial weights. Raises: UserError if memory or
-        `train.init_from` does not fit."""
+    def build_model(self, needs_memory: bool = True) -> None:
+        """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not
+        fit, or, if the model `needs_memory`, if there is too little."""
         config = self.config
-        is_sharded = self.config.launch.parallel == "fsdp"
-        loads = self._saved or self._needs_weights
+        is_sharded = config.launch.parallel == "fsdp"
         # others receive their weights, or load a checkpoint's
-        begins = is_main_process() and not loads
-        # plan.py's is on meta
-        is_whole = torch.get_default_device().type != "meta" and (begins or not is_sharded)
-        trains_here = (
-            processes_here() if self.accelerator.device.type == "cpu" and not is_sharded else 0
-        )
-        on_every_rank(
-            lambda: is_whole and check_memory(config.model, self.manifest.vocab_size, trains_here)
-        )
+        draws_weights = is_main_process() and not (self._saved or self._needs_weights)
+        is_whole = draws_weights or not is_sharded
+        if needs_memory:
+            on_every_rank(self._check_memory if is_whole else lambda: None)
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         if is_sharded:
             self.model, initial = on_every_rank(partial(make_model, make))
-            self.initial = initial if begins else iter(())
+            self.initial = initial if draws_weights else iter(())
         else:
-            with nullcontext() if begins else without_init():
+            with nullcontext() if draws_weights else without_init():
                 self.model = on_every_rank(make)
-        self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
+        if isinstance(self.model, GPT):
+            self.flops_per_unit = self.model.flops_per_token()
         if self._needs_weights:
             on_main(self._load_initial_weights)
+
+    def _check_memory(self) -> None:
+        is_cpu = self.accelerator.device.type == "cpu"
+        trains_here = is_cpu and self.config.launch.parallel != "fsdp"
+        processes = processes_here() if trains_here else 0
+        check_memory(self.config.model, self.manifest.vocab_size, processes)
 
     def _load_initial_weights(self) -> None:
         self.initial = load_initial_weights(self.config, self.model, self.tokenizer)
@@ -345,36 +351,29 @@ class Pretraining:
         assert tokens != "auto", "eval.tokens is resolved when the run starts"
         if not validation:
             return {}
-        tokens = tokens and -(
-            -tokens // max(sum(weight > 0 for weight, _ in validation.values()), 1)
-        )
+        weighted = sum(weight > 0 for weight, _ in validation.values())
+        if tokens:  # of each folder, rounded up
+            tokens = -(-tokens // max(weighted, 1))
         lengths = self.tokenizer.token_bytes()
-        losses = {
-            name: (
-                weight,
-                evaluate(
-                    self.accelerator, model, EvalSet(stream, size, tokens, lengths), BATCH, poll
-                ),
-            )
-            for name, (weight, stream) in validation.items()
-        }
+        losses: dict[str, tuple[float, Evaluation]] = {}
+        for name, (weight, stream) in validation.items():
+            windows = EvalSet(stream, size, tokens, lengths)
+            losses[name] = weight, evaluate(self.accelerator, model, windows, BATCH, poll)
         total = mixed(losses.values())
-        scores = {
+        scores: Scores = {
             "val_loss": total.loss,
             "val_tokens": total.tokens,
             "val_bits_per_byte": total.bits_per_byte,
         }
-        for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
-            scores |= {
-                f"val_loss/{name}": part.loss,
-                f"val_bits_per_byte/{name}": part.bits_per_byte,
-            }
+        if len(self.manifests) > 1:
+            for name, (_, evaluation) in losses.items():
+                scores[f"val_loss/{name}"] = evaluation.loss
+                scores[f"val_bits_per_byte/{name}"] = evaluation.bits_per_byte
         for items in self.item_sets:
             length = size if is_compiled(model) else None
-            found = judge(
-                items, answer(self.accelerator, model, items.requests, BATCH, length, poll)
-            )
-            scores |= {f"{items.name}_{metric}": value for metric, value in found.items()}
+            nats = answer(self.accelerator, model, items.requests, BATCH, length, poll)
+            for metric, value in judge(items, nats).items():
+                scores[f"{items.name}_{metric}"] = value
         return scores
 
     def sample(self, poll: Poll) -> list[Sample]:
@@ -406,7 +405,8 @@ def make_pretraining(
 ) -> Pretraining:
     """The task of a GPT run: `Pretraining`, or the class that `task` names or the run recorded.
     Collective."""
-    if config.task or (saved and getattr(saved.state.task, "code", None)):
+    recorded = saved.state.task if saved else None
+    if config.task or (isinstance(recorded, GPTData) and recorded.code):
         return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)
 
@@ -422,7 +422,7 @@ def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> Non
         size = 12 * count * processes
         what = "weights, gradients and optimizer take at least"
     if size > free:
-        hint = f"{what} {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
-        raise UserError(
-            "model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model"
-        )
+        memory = f"{free / 1e9:,.1f} GB of this machine's memory are free"
+        advice = "choose smaller values of the section model"
+        hint = f"{what} {size / 1e9:,.1f} GB, and {memory}; {advice}"
+        raise UserError("model", f"{count:,} parameters", hint)

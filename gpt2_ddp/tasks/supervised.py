@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import OF_ADAM, OF_MOMENTUM, STATE, without_dynamo
 from gpt2_ddp.state import JobData, Scores, TaskState
 from gpt2_ddp.training.optimizer import lr_at
-from gpt2_ddp.training.task import Due, Poll
+from gpt2_ddp.training.task import Due, Poll, Task
 
 
 @dataclass
@@ -58,19 +57,24 @@ class Samples:
 
 @dataclass(frozen=True)
 class Job:
-    """What one supervised job has of its own. `scores`: (outputs, targets) -> further scores of
-    each sample, [batch] by name. `transform`: (inputs as stored, positions) -> what the model
-    takes; on the device, a batch at a time. Positions in the order, int64 [batch], seed the
-    augmentation; None in evaluation."""
+    """What one supervised job has of its own.
 
-    model: nn.Module  # plain, fp32, on the CPU; inputs -> outputs
+    Attributes:
+        model: plain, fp32, on the CPU; inputs -> outputs.
+        losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
+        scores: (outputs, targets) -> further scores of each sample, [batch] by name.
+        transform: (inputs as stored, positions) -> what the model takes; on the device, a batch at
+            a time. Positions in the order, int64 [batch], seed the augmentation; None in
+            evaluation.
+        facts: of the data, which a resumed run has to have, such as `classes`.
+    """
+
+    model: nn.Module
     train: Samples
     test: Samples
-    # (outputs fp32, targets) -> fp32 [batch], each sample's loss
     losses: Callable[[Tensor, Tensor], Tensor]
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
-    # of the data, which a resumed run has to have: `classes`
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def score(
@@ -81,17 +85,15 @@ class Job:
         return outputs, {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
 
 
-class Supervised:
+class Supervised(Task[JobConfig]):
     """A model that learns targets from inputs; the loss is a mean over samples.
 
     An epoch is a permutation of the samples, and its last step may be short. Each rank computes one
     stretch of a step. `make_job` reads the data and makes the model, on every rank alike; torch is
-    seeded before."""
+    seeded before.
+    """
 
     unit = "samples"
-    units_per_item = 1
-    flops_per_unit = 0
-    files: Mapping[str, bytes] = MappingProxyType({})
 
     def __init__(
         self,
@@ -114,15 +116,14 @@ class Supervised:
         if self.batch_size < processes:
             hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
-        self._data: Any = saved.state.task if saved else None
+        data = saved.state.task if saved else None
+        self._saved_data = data if isinstance(data, JobData) else None
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """The steps of `train.epochs`."""
-        return (
-            None
-            if epoch_size is None
-            else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
-        )
+        if epoch_size is None:
+            return None
+        return self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Creates the job, and compares its data with the run's."""
@@ -130,15 +131,17 @@ class Supervised:
         accelerator = self.accelerator
         watchdog.heartbeat("preparing data", timeout=LONGEST.total_seconds())
         torch.manual_seed(config.seed)
-        self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
+        saved = self._saved_data
+        self.job = self._make_job(config, accelerator, saved and saved.model_dump())
         hashes = {
             "training samples": self.job.train.sha256(),
             "test samples": self.job.test.sha256(),
         }
         self.data_hash = "".join(hashes.values())
         check_ranks_agree(hashes)
-        if self._data and self._data.data_hash != self.data_hash:
-            hint = "has other data than the run was started with; restore them, or choose another run_name"
+        if saved and saved.data_hash != self.data_hash:
+            advice = "restore them, or choose another run_name"
+            hint = f"has other data than the run was started with; {advice}"
             raise UserError("data", f"hash {self.data_hash[:16]}", hint)
         order = Permutation(config.seed, len(self.job.train))
         shares = partial(contiguous, accelerator.num_processes, config.train.micro_batch_size)
@@ -165,12 +168,15 @@ class Supervised:
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
         broadcast(dict(self.model.named_buffers()))
-        size = self.config.eval.batch_size
-        score = lambda *batch: self.job.score(*batch)[1]  # noqa: E731
-        return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))
+        job = self.job
 
-    def sample(self, poll: Poll) -> None:
-        """None: jobs have no samples of text."""
+        def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            _, scores = job.score(model, inputs, targets)
+            return scores
+
+        size = self.config.eval.batch_size
+        names, values = score_each(self.accelerator, model, job.test, score, size, poll)
+        return means(names, values)
 
     def state_dict(self) -> JobData:
         """Batch and learning rate of all processes, and identity of the data."""
@@ -218,15 +224,18 @@ def means(names: Sequence[str], values: Tensor) -> Scores:
 
 def job_schedule(config: JobConfig, epoch_steps: int) -> Callable[[int], float]:
     """The learning rate of each optimizer step, of which the first is 1: that of `lr_at`, in
-    epochs.
-    `epoch_steps`: optimizer steps of an epoch."""
+    epochs. `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup = round(optim.warmup_epochs * epoch_steps)
     steps = config.train.epochs * epoch_steps
     in_steps = OptimConfig(
         lr=optim.lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps
     )
-    return lambda step: lr_at(step, in_steps)
+
+    def rate(step: int) -> float:
+        return lr_at(step, in_steps)
+
+    return rate
 
 
 def build_job_optimizer(model: nn.Module, config: JobOptimConfig) -> Optimizer:
@@ -263,10 +272,12 @@ def score_each(
 
     Batch j belongs to rank j mod W. For several ranks, the last sample fills up their last batches;
     its repetitions are dropped. The model, plain or prepared, is in evaluation mode.
-    `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward
-    pass and rank.
-    `poll`: called before each batch, by all ranks equally often; what it raises ends the
-    scoring."""
+
+    Args:
+        score: (model, inputs, targets) -> named scores [batch].
+        batch_size: samples per forward pass and rank.
+        poll: called before each batch, by all ranks equally often; what it raises ends the scoring.
+    """
     count = len(samples)
     world = accelerator.num_processes
     rank = accelerator.process_index
@@ -274,7 +285,7 @@ def score_each(
     items = np.arange(count + padding).clip(max=count - 1)
     batches = np.split(items, range(batch_size, len(items), batch_size))
     loader = prepare_loader(accelerator, map(samples.read, batches[rank::world]))
-    rows: list[Any] = []
+    rows: list[Tensor] = []
     names: list[str] = []
     for inputs, targets in loader:
         poll()
@@ -282,5 +293,5 @@ def score_each(
             scores = score(model, inputs, targets)
         names = list(scores)
         row = torch.stack([value.float() for value in scores.values()], dim=1)  # [batch, scores]
-        rows.append(accelerator.gather(row))
+        rows.append(cast(Tensor, accelerator.gather(row)))
     return names, torch.cat(rows)[:count].cpu().double()

@@ -25,21 +25,25 @@ from gpt2_ddp.tasks.user_task import trusted
 
 def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
+
     `trust_code`: execute the class that the run recorded, even if it was never given on this
-    machine.
-    Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not
-    fit each other."""
+    machine. Raises: UserError if the tokenizer cannot be loaded, or state, configuration and
+    weights do not fit each other.
+    """
     config = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
     with still_there(checkpoint):
         weights = checkpoint.tensors(MODEL)
         tokenizer = saved_tokenizer(checkpoint)
     if not task and config.model.n_layer > len(weights):  # to make 10,000 layers takes minutes
-        hint = f"does not fit the model section: it has {len(weights)} tensors for {config.model.n_layer} layers"
+        sizes = f"{len(weights)} tensors for {config.model.n_layer} layers"
+        hint = f"does not fit the model section: it has {sizes}"
         raise UserError("checkpoint", checkpoint.path, hint)
-    ids = tokenizer.vocab_size, tokenizer.eot
     with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
-        model = task.make_model(*ids) if task else GPT(config.model, *ids)
+        if task:
+            model = task.make_model(tokenizer.vocab_size, tokenizer.eot)
+        else:
+            model = GPT(config.model, tokenizer.vocab_size, tokenizer.eot)
     check_weights(weights, model, checkpoint.path)
     with still_there(checkpoint):
         model.load_state_dict({**weights}, assign=True)
@@ -62,9 +66,8 @@ def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Copies a checkpoint's weights into the plain module.
-    Raises: UserError if names or shapes differ, or the checkpoint was removed since it was
-    verified."""
+    """Copies a checkpoint's weights into the plain module. Raises: UserError if names or shapes
+    differ, or the checkpoint was removed since it was verified."""
     with still_there(checkpoint):
         fit_weights(checkpoint.tensors(MODEL), model, checkpoint.path)
 
@@ -76,27 +79,24 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
+        reason = "was deleted, since a running training deletes old checkpoints"
+        hint = f"{reason}; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
     except (SafetensorError, KeyError) as error:
-        hint = (
-            f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
-        )
+        reason = " ".join(str(error).split())[:150]
+        hint = f"is not of a training ({reason}); name another checkpoint"
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
 def generate_text(config: GenerateConfig) -> int:
-    """generate.py: prints the samples of `config`; returns the exit code.
-    Raises: UserError, as for a checkpoint that is no GPT's."""
+    """generate.py: prints the samples of `config`; returns the exit code. Raises: UserError, as for
+    a checkpoint that is no GPT's."""
     device = pick_device(config.device)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     model, tokenizer = load_model(checkpoint, config.trust_run_code)
     if not isinstance(model, GPT):
-        raise UserError(
-            "task",
-            checkpoint.config.get("task"),
-            "makes a model that is no GPT; only a GPT writes text",
-        )
+        hint = "makes a model that is no GPT; only a GPT writes text"
+        raise UserError("task", checkpoint.config.get("task"), hint)
     model.to(device)
     _print_samples(config, model, tokenizer)
     return 0
@@ -117,9 +117,12 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer) -> 
     try:
         for row, token in generate(model, rows, tokenizer.eot, sampling):
             waiting[row].append(token)
-            if len(rows) == 1 and not (text := tokenizer.decode(waiting[0])).endswith(
+            if len(rows) > 1:
+                continue
+            text = tokenizer.decode(waiting[0])
+            if not text.endswith(
                 "\N{REPLACEMENT CHARACTER}"
-            ):
+            ):  # half a character waits for the rest
                 print(text, end="", flush=True)
                 waiting[0].clear()
     finally:

@@ -28,7 +28,7 @@ from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import read_small, user_folder
 from gpt2_ddp.project import PACKAGE
-from gpt2_ddp.state import CODE
+from gpt2_ddp.state import CODE, GPTData
 
 T = TypeVar("T")
 LARGEST = 2**20
@@ -63,29 +63,23 @@ class Code(NamedTuple):
         except Exception as error:
             hint = f"cannot be executed ({type(error).__name__}: {error})"
             raise UserError("task", self.name, hint) from error
-        found = getattr(module, name, None)
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise UserError(
-                "task",
-                self.name,
-                f"{self.place} has no such class that extends gpt2_ddp.{base.__name__}",
-            )
-        return found
+        kind = getattr(module, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            hint = f"{self.place} has no such class that extends gpt2_ddp.{base.__name__}"
+            raise UserError("task", self.name, hint)
+        return kind
 
 
 def find(name: str) -> Code:
     """The code that `task` names. Raises: UserError if there is none."""
     place = name.rpartition(":")[0]
     try:
-        return Code(
-            name,
-            read_small(Path(place) if place.endswith(".py") else _file_of_module(place), LARGEST),
-        )
+        file = Path(place) if place.endswith(".py") else _file_of_module(place)
+        return Code(name, read_small(file, LARGEST))
     except (OSError, ImportError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        hint = (
-            f"cannot be read ({reason}); name FILE.py:CLASS, or MODULE:CLASS of an installed module"
-        )
+        advice = "name FILE.py:CLASS, or MODULE:CLASS of an installed module"
+        hint = f"cannot be read ({reason}); {advice}"
         raise UserError("task", name, hint) from error
 
 
@@ -112,18 +106,14 @@ def of_class(kind: type) -> Code:
     try:
         file = inspect.getsourcefile(kind)
         if file and os.path.isfile(file):
-            inside = Path(file).is_relative_to(Path.cwd())
-            return Code(
-                f"{os.path.relpath(file) if inside else file}:{kind.__qualname__}",
-                Path(file).read_bytes(),
-            )
-        return Code(
-            f"<notebook>:{kind.__qualname__}", textwrap.dedent(inspect.getsource(kind)).encode()
-        )
+            is_inside = Path(file).is_relative_to(Path.cwd())
+            place = os.path.relpath(file) if is_inside else file
+            return Code(f"{place}:{kind.__qualname__}", Path(file).read_bytes())
+        source = textwrap.dedent(inspect.getsource(kind))
+        return Code(f"<notebook>:{kind.__qualname__}", source.encode())
     except (OSError, TypeError) as error:
-        raise UserError(
-            "task", kind.__name__, "its source cannot be found; define it in a .py file"
-        ) from error
+        hint = "its source cannot be found; define it in a .py file"
+        raise UserError("task", kind.__name__, hint) from error
 
 
 def check_imports(code: Code) -> None:
@@ -140,21 +130,24 @@ def check_imports(code: Code) -> None:
     known = {*sys.stdlib_module_names, *installed_packages(), PACKAGE.name}
     for name in names:
         if name.partition(".")[0] not in known:  # nothing before a relative import's dot
-            hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
+            advice = "put it into the same file, or install it"
+            hint = f"imports {name}, which the run would not record; {advice}"
             raise UserError("task", code.name, hint)
 
 
 def recorded(checkpoint: Checkpoint) -> Code | None:
     """The code in a checkpoint. Raises: UserError if its file is missing or another one."""
-    known = getattr(checkpoint.state.task, "code", None)
-    if not known:
+    data = checkpoint.state.task
+    own_code = data.code if isinstance(data, GPTData) else None
+    if not own_code:
         return None
     file = checkpoint.path / CODE
     with suppress(OSError, ValueError):
-        code = Code(known.name, read_small(file, LARGEST))
-        if code.sha256 == known.sha256:
+        code = Code(own_code.name, read_small(file, LARGEST))
+        if code.sha256 == own_code.sha256:
             return code
-    raise UserError("checkpoint", file, f"is not the source of {known.name} that the run recorded")
+    hint = f"is not the source of {own_code.name} that the run recorded"
+    raise UserError("checkpoint", file, hint)
 
 
 def trusted(checkpoint: Checkpoint, trust: bool = False) -> Code | None:
@@ -163,8 +156,9 @@ def trusted(checkpoint: Checkpoint, trust: bool = False) -> Code | None:
     code = recorded(checkpoint)
     if code and not trust and not is_trusted(code):
         file = checkpoint.path / CODE
-        hint = f"its code was never given on this machine; read {file}, then give --trust_run_code true, or train "
-        raise UserError("task", code.name, f"{hint}with --task {code.name}")
+        advice = f"give --trust_run_code true, or train with --task {code.name}"
+        hint = f"its code was never given on this machine; read {file}, then {advice}"
+        raise UserError("task", code.name, hint)
     return code
 
 
@@ -225,15 +219,14 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
         is_named = split_flags(TrainingConfig, sys.argv)[1].get("task") == name
         differs = before not in (None, code)
         if not is_named and (differs or not is_trusted(code)):
-            state = (
-                f"differs from the run's in {file}"
-                if differs
-                else "was never given on this machine"
-            )
+            state = "was never given on this machine"
+            if differs:
+                state = f"differs from the run's in {file}"
             raise UserError("task", name, f"its code {state}; if you trust it, give --task {name}")
     trust(code)
     if saved and not before and saved.step > saved.state.progress.first_step:
-        hint = "the run was started without it; choose another run_name, or start from it with train.branch_from"
+        advice = "choose another run_name, or start from it with train.branch_from"
+        hint = f"the run was started without it; {advice}"
         raise UserError("task", code.name, hint)
     if before and before != code:
         print_line(f"note: the code of {code.name} differs from that of {before.name} in {file}")

@@ -1,25 +1,30 @@
 """Sharding (torch's fully_shard, FSDP2): each rank has a part of the weights, gradients and
 optimizer state.
 
-A parameter is cut along its first dimension (`distributed.rows`). The forward and the backward pass
-of a block gather its weights, and free them afterwards.
+A parameter is cut along its first dimension: of W parts, each has ceil(rows / W) rows, the last
+ones fewer or none. The forward and the backward pass of a block gather its weights, and free them
+afterwards.
 """
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gpt2_ddp.checkpoint.format import Part
+from gpt2_ddp.checkpoint.format import Part, Tensors
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import from_main, let_wait, on_every_rank
@@ -27,6 +32,11 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.records.metrics import Metrics
 from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.stop import StopRequest
+from gpt2_ddp.training.task import Task
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+T = TypeVar("T")
 
 ANSWERS = {
     "FSDP_VERSION": ("2", "only version 2 is supported"),
@@ -44,18 +54,15 @@ ANSWERS = {
 """What `accelerate config` may say of FSDP: by variable, the supported answer and a hint."""
 
 
-def follow_accelerate(config: RunConfig) -> TrainingConfig:
+def follow_accelerate(config: ConfigT) -> ConfigT:
     """The configuration that `accelerate config` selects by its answers on FSDP; Accelerate itself
-    sees none of them.
-    Raises: UserError for an answer that is not supported."""
+    sees none of them. Raises: UserError for an answer that is not supported."""
     if not isinstance(config, TrainingConfig):
-        raise UserError(
-            "ACCELERATE_USE_FSDP",
-            "true",
-            "only train_gpt2.py shards; answer no in `accelerate config`",
-        )
+        hint = "only train_gpt2.py shards; answer no in `accelerate config`"
+        raise UserError("ACCELERATE_USE_FSDP", "true", hint)
     for name, (supported, hint) in ANSWERS.items():
-        if (answer := os.environ.get(name, supported)).lower() != supported.lower():
+        answer = os.environ.get(name, supported)
+        if answer.lower() != supported.lower():
             raise UserError(name, answer, f"{hint}; answer {supported} in `accelerate config`")
     del os.environ["ACCELERATE_USE_FSDP"]
     launch = config.launch.model_copy(update={"parallel": "fsdp"})
@@ -70,17 +77,23 @@ def count_shards(processes: int, replicas: int) -> int:
     return processes // replicas
 
 
-def blocks(model: Any) -> Sequence[Any]:
+def blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The modules that are sharded one by one, the model's `h`; the rest is sharded as one."""
     return getattr(model, "h", ())
 
 
-def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules of a sharded model that gather their weights together: blocks, then the rest."""
+    # fully_shard has changed their classes, which no type checker sees
+    return [cast(FSDPModule, module) for module in (*blocks(model), model)]
+
+
+def make_model(make: Callable[[], ModelT]) -> tuple[ModelT, Iterator[tuple[str, Tensor]]]:
     """The model that `make` returns, on the meta device; and names and values of its weights, of
     another one that is made from the same seed once they are asked for. Raises: UserError for a
     buffer whose values would be unknown."""
 
-    def initial() -> Iterator[Any]:
+    def initial() -> Iterator[tuple[str, Tensor]]:
         torch.manual_seed(torch.initial_seed())
         yield from make().state_dict().items()
 
@@ -89,11 +102,8 @@ def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in saved:
-            raise UserError(
-                "task",
-                name,
-                'no checkpoint has this buffer; make it with device="cpu", or persistent',
-            )
+            hint = 'no checkpoint has this buffer; make it with device="cpu", or persistent'
+            raise UserError("task", name, hint)
     return model, initial()
 
 
@@ -101,77 +111,75 @@ class Sharded(Replicated):
     """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have
     the same parts."""
 
-    keeps_gradients = False
-
-    def __init__(self, accelerator: Accelerator, config: Any):
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig):
         self.accelerator = accelerator
-        self._config = config.launch
+        self.keeps_gradients = False
         replicas = config.launch.replicas
         shards = count_shards(accelerator.num_processes, replicas)
         if accelerator.mixed_precision == "fp16":
-            raise UserError(
-                "train.mixed_precision",
-                "fp16",
-                "is not supported with launch.parallel fsdp; use bf16",
-            )
+            hint = "is not supported with launch.parallel fsdp; use bf16"
+            raise UserError("train.mixed_precision", "fp16", hint)
         if config.train.compile == "model":
-            raise UserError(
-                "train.compile", "model", "is not supported with launch.parallel fsdp; use blocks"
-            )
+            hint = "is not supported with launch.parallel fsdp; use blocks"
+            raise UserError("train.compile", "model", hint)
         kind = accelerator.device.type
-        if not dist.is_initialized():
+        if not dist.is_initialized():  # a single process: fully_shard needs a group, too
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group(
-                "nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1
-            )
+            backend = "nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         mesh = init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicas", "shards"))
         for group in mesh.get_all_groups():
             let_wait(group)
         self.mesh = mesh if replicas > 1 else mesh["shards"]
         self.shards = mesh.get_group("shards")
-        if replicas > 1:
-            self.replicas = mesh.get_group("replicas")
+        self.replicas = mesh.get_group("replicas") if replicas > 1 else None
         # for what ranks with a part of their own say in the background
         group = let_wait(dist.new_group([*range(shards)], backend="gloo")) if shards > 1 else None
-        self.part = Part(
-            self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group
-        )
+        is_own = self.replicas is None or self.replicas.rank() == 0
+        self.part = Part(self.shards.rank(), shards, is_own, group)
 
-    def prepare(self, model: Any, task: Any) -> tuple[nn.Module, Any]:
-        device = self.accelerator.device
-        halves = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        dtypes = halves if self.accelerator.mixed_precision == "bf16" else {}
-        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    def prepare(
+        self, model: nn.Module, task: Task[RunConfig]
+    ) -> tuple[nn.Module, AcceleratedOptimizer]:
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self.accelerator.mixed_precision == "bf16":
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         for module in (*blocks(model), model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        # buffers that no checkpoint has were made on the CPU; to_empty would lose their values
         made = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-        model.to_empty(device=device)
+        model.to_empty(device=self.accelerator.device)
         for name, buffer in made.items():
             model.get_buffer(name).copy_(buffer)
         targets = model.state_dict()
         while self.deal(targets, task.initial):
             pass
-        prepared = self.accelerator.prepare_model(
-            model, device_placement=False, evaluation_mode=True
+        accelerator = self.accelerator
+        # evaluation_mode: without DDP around it
+        prepared = cast(
+            nn.Module,
+            accelerator.prepare_model(model, device_placement=False, evaluation_mode=True),
         )
-        return prepared, self.accelerator.prepare_optimizer(
-            task.build_optimizer(), device_placement=False
-        )
+        optimizer = accelerator.prepare_optimizer(task.build_optimizer(), device_placement=False)
+        return prepared, cast(AcceleratedOptimizer, optimizer)
 
     @contextmanager
-    def evaluating(self, model: Any) -> Iterator[nn.Module]:
+    def evaluating(self, model: nn.Module) -> Generator[nn.Module]:
         try:
             yield model
         finally:
             # weights that wait for a backward pass would stay whole
-            for module in (*blocks(model), model):
+            for module in _sharded_modules(model):
                 module.reshard()
 
     @contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        sharded = cast(FSDPModule, model)
+        sharded.set_requires_gradient_sync(False)
         yield
-        model.set_requires_gradient_sync(True)
+        sharded.set_requires_gradient_sync(True)
 
     @torch.no_grad()
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
@@ -184,45 +192,55 @@ class Sharded(Replicated):
             gradient.mul_(factor)
         return norm
 
-    def local(self, tensor: Any) -> Tensor:
+    def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def held(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    def held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of this rank; and all of the tensors that are not divided, in the first part."""
-        is_there = lambda one: (
-            len(self.local(one)) if isinstance(one, DTensor) else not self.part.number
-        )
-        return {name: self.local(one) for name, one in tensors.items() if is_there(one)}
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = self.local(tensor)
+            is_held = self.part.number == 0  # of a tensor that is not divided
+            if isinstance(tensor, DTensor):
+                is_held = len(local) > 0
+            if is_held:
+                held[name] = local
+        return held
 
     @torch.no_grad()
-    def fill(self, targets: dict[str, Tensor], values: Any) -> None:
+    def fill(self, targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Fills the targets: each rank with a part of its own reads its rows of the `Tensors`.
         Collective."""
 
         def read() -> None:
+            if not self.part.is_own:
+                return
             for name, target in targets.items():
                 local = self.local(target)
                 if not isinstance(target, DTensor):
                     local.copy_(values[name])
                 elif len(local):
+                    assert isinstance(values, Tensors), "a checkpoint's"
                     # of W parts, ceil(rows / W) each
                     first = self.part.number * -(-len(target) // self.part.count)
                     local.copy_(values.rows(name, first, first + len(local)))
 
-        on_every_rank(read if self.part.is_own else lambda: None)
+        on_every_rank(read)
         if self.replicas:
             for target in targets.values():
                 dist.broadcast(self.local(target), group=self.replicas, group_src=0)
 
     @torch.no_grad()
-    def deal(self, targets: dict[str, Any], values: Iterator[tuple[str, Any]]) -> str:
+    def deal(self, targets: Mapping[str, Tensor], values: Iterator[tuple[str, Tensor]]) -> str:
         """Has each rank receive its rows of the next of the main process's values, if there is one,
         in the target of that name. Returns the name, or an empty one. Collective."""
         name, value = next(values, ("", None))
-        if name := from_main(name):
+        name = from_main(name)
+        if name:
             target = targets[name]
-            whole = torch.empty(target.shape, dtype=target.dtype) if value is None else value
-            whole = whole.to(self.accelerator.device)
+            if value is None:  # on the ranks that receive it
+                value = torch.empty(target.shape, dtype=target.dtype)
+            whole = value.to(self.accelerator.device)
             if isinstance(target, DTensor):
                 whole = distribute_tensor(whole, target.device_mesh, target.placements)
             else:
@@ -233,20 +251,22 @@ class Sharded(Replicated):
 
     @torch.no_grad()
     def sample(
-        self, model: Any, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]
-    ) -> Any:
+        self, model: nn.Module, stop: StopRequest, metrics: Metrics, function: Callable[[], T]
+    ) -> T | None:
         """All ranks generate the same text, since each pass gathers weights. An exception on any
         ends the run."""
 
-        def forward(block: Any, *inputs: Any) -> Tensor:
+        def forward(block: nn.Module, *inputs: object) -> Tensor:
+            sharded = cast(FSDPModule, block)
             # its first call allocates the memory that training uses, too
             with torch.inference_mode(False):
-                block.unshard()
+                sharded.unshard()
             hidden = type(block).forward(block, *inputs)
-            block.reshard()
+            sharded.reshard()
             return hidden
 
-        model.unshard()  # embeddings, final norm and head
+        rest = cast(FSDPModule, model)  # embeddings, final norm and head
+        rest.unshard()
         for block in blocks(model):
             block.forward = partial(forward, block)
         try:
@@ -254,4 +274,4 @@ class Sharded(Replicated):
         finally:
             for block in blocks(model):
                 del block.forward
-            model.reshard()
+            rest.reshard()

@@ -1,19 +1,31 @@
 """The numbers of each step over all ranks: sums of losses for rows, and the verdict of the guard
-against divergence."""
+against divergence.
+
+    step s      Guard.add        the device's scalars (`StepTensors`) are copied to the host
+    step s + 1  Guard._advance   the copy is read, and the sum over ranks starts (`StepSums`)
+    step s + 2  Guard._advance   the sum is read (`StepNumbers`)
+                Guard.judge      the verdict on step s
+
+A copy and a sum have a whole step of time each. So no step waits for its device or for another
+rank, and the verdict on a step comes two steps late (`LATE`) on every machine.
+"""
+
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.distributed.ranks import Later, late_sums
+from gpt2_ddp.distributed.ranks import LateSum
 from gpt2_ddp.state import Best, ClimbState, GuardState, Losses, LossSum, Sums, Unjudged
 
 WINDOW = 100  # values that running statistics average over
@@ -33,7 +45,8 @@ class RunningStatistics:
 
     def load_state_dict(self, state: Sums) -> None:
         """Loads what `state_dict` returned."""
-        self._values = tuple(map(self._scalar, state))
+        count, mean, variance = map(self._scalar, state)
+        self._values = count, mean, variance
 
     def add(self, value: Tensor | float, valid: Tensor | bool = True) -> None:
         """Adds a scalar where the bool scalar `valid` is true."""
@@ -125,32 +138,65 @@ Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
 climb."""
 
 
+class StepTensors(NamedTuple):
+    """This rank's numbers of a step, fp32 scalars on its device."""
+
+    bad: Tensor  # 1 if the gradient is bad, else 0
+    skipped: Tensor  # 1 if the step changed nothing, else 0
+    grad_norm: Tensor  # of all ranks' gradient, before clipping
+    losses: dict[str, Tensor]  # sums over this rank's units, by name; `loss` first
+
+
+class StepSums(NamedTuple):
+    """Sums of a step: of one rank, then over all. The sums of its further losses follow these."""
+
+    ranks: float  # 1 of each rank
+    step: float  # its number, of each rank
+    bad: float
+    skipped: float
+    grad_norm: float
+    loss: float  # of the ranks whose loss is finite
+    valid: float  # units of those ranks
+    units: float  # units of all
+
+
 class StepNumbers(NamedTuple):
     """Numbers of a step, over all ranks."""
 
     step: int
     grad_norm: float  # before clipping
     loss: float  # mean; NaN if a rank's part is not finite
-    others: list[float]  # sums of further losses
+    others: dict[str, float]  # sums of further losses, by name
+
+
+class _Copied(NamedTuple):
+    """Numbers of a step of this rank, on their way to the host."""
+
+    step: int
+    units: int
+    names: list[str]  # of further losses
+    read: Callable[[], list[float]]  # waits for the copy
 
 
 class Guard:
     """The numbers of each step, summed over all ranks two steps late, and a verdict on it. All are
     equal on every rank. Bad is a gradient whose norm, or a loss, is not finite or far too large.
 
-    No step waits for its device or another rank: a step's numbers are read from the device after
-    the next step, and their sum after the one behind it. `first_step`: the step that the run began
-    after.
+    Args:
+        first_step: the step that the run began after.
+        device: of the model; the norms' statistics are kept there.
 
     Attributes:
-        losses: sums of the losses. newest: numbers of the newest step that has them.
-        judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after
-            a good one.
-        problem: reason of the last bad verdict. bad_steps: their number in this process.
-        divergence: why the run has diverged, as a text. climb: the lowest training loss, and the
-            losses above it.
-        norms: statistics of the norms of good gradients, on their device. ordinary: those of the
-            good steps' losses.
+        losses: sums of the losses.
+        newest: numbers of the newest step that has them.
+        judged: the last step with a verdict.
+        first_bad: first of the bad steps in a row; None after a good one.
+        problem: reason of the last bad verdict.
+        bad_steps: number of bad verdicts in this process.
+        divergence: why the run has diverged, as a text.
+        climb: the lowest training loss, and the losses above it.
+        norms: statistics of the norms of good gradients; None without `sigmas`.
+        ordinary: statistics of the good steps' losses; None without `sigmas`.
     """
 
     def __init__(
@@ -158,19 +204,17 @@ class Guard:
     ):
         self.config = config
         self._first_step = first_step
-        self.norms: Any = None  # running statistics, with `sigmas`
-        self.ordinary: Any = None  # of good losses
-        if config.sigmas:
-            self.norms, self.ordinary = RunningStatistics(device), RunningStatistics()
+        self.norms = RunningStatistics(device) if config.sigmas else None
+        self.ordinary = RunningStatistics() if config.sigmas else None
         self.losses = Losses()
         self.newest: StepNumbers | None = None
         self.problem = ""
         self.divergence = ""
         self.bad_steps = 0
         self.climb = Climb(config.climb)
-        self._copied: tuple[int, int, Later] | None = None  # step, units, numbers of this rank
-        self._summed: Later | None = None
-        self._start_sum = late_sums()
+        self._copied: _Copied | None = None
+        self._summed: list[str] | None = None  # names of further losses in the started sum
+        self._sum = LateSum()
         self.load_state_dict(GuardState())
 
     @property
@@ -191,16 +235,17 @@ class Guard:
         device. Bad is a norm that is inf or NaN, or above the running mean of norms by `sigmas`.
         Does not wait for the device."""
         good = norm < math.inf  # false for NaN
-        if self.norms:
+        if self.norms and self.config.sigmas:
             good = good & (norm <= self.norms.limit(self.config.sigmas))
             self.norms.add(norm, good)
         return (~good).float()
 
-    def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> None:
-        """Takes this rank's fp32 scalars of a step: whether the gradient is bad, 1 or 0; whether
-        the step was skipped. Then the norm of the gradient, and sums of losses over `units`."""
+    def add(self, step: int, units: int, numbers: StepTensors) -> None:
+        """Takes this rank's numbers of a step; its losses are of `units`."""
         self._advance()
-        self._copied = step, units, copy_to_host(torch.stack([*numbers]))
+        *flags_and_norm, losses = numbers
+        values = torch.stack([*flags_and_norm, *losses.values()])  # one copy for all
+        self._copied = _Copied(step, units, [*losses][1:], copy_to_host(values))
 
     def flush(self) -> StepNumbers | None:
         """`newest`, once the numbers of all steps are known. Collective; waits for the device."""
@@ -209,29 +254,50 @@ class Guard:
         return self.newest
 
     def _advance(self) -> None:
-        """Starts the sum of the numbers that were copied, and counts those whose sum was
-        started."""
-        started = self._summed
+        """Starts the sum of the numbers that were copied, and counts those whose sum was started
+        before."""
+        summed = self._summed
         self._summed = None
         if self._copied:
-            step, units, copied = self._copied
-            bad, skipped, norm, loss, *others = copied()
-            part = [loss, units] if math.isfinite(loss) else [0, 0]
-            self._summed = self._start_sum([1, step, bad, skipped, norm, *part, units, *others])
+            self._start_sum(self._copied)
+            self._summed = self._copied.names
             self._copied = None
-        if started:
-            ranks, step, bad, skipped, norm, loss, valid, units, *others = started()
-            mean = loss / units if valid == units else math.nan
-            # what is equal on all ranks is divided without rounding
-            self.newest = StepNumbers(round(step / ranks), norm / ranks, mean, others)
-            self._unjudged.append(Unjudged(self.newest.step, mean, bad > 0))
-            sums = self.losses
-            trained = LossSum(loss, round(valid), round(units))
-            sums.since_row = LossSum(*map(add, sums.since_row, trained))
-            sums.epoch = LossSum(
-                *map(add, sums.epoch, (0, 0, trained.units) if skipped else trained)
-            )
-            sums.skipped += skipped > 0
+        if summed is not None:
+            values = self._sum.result()
+            known = len(StepSums._fields)
+            others = zip(summed, values[known:], strict=True)
+            self._count(StepSums(*values[:known]), dict(others))
+
+    def _start_sum(self, copied: _Copied) -> None:
+        bad, skipped, grad_norm, loss, *others = copied.read()
+        is_finite = math.isfinite(loss)
+        sums = StepSums(
+            ranks=1,
+            step=copied.step,
+            bad=bad,
+            skipped=skipped,
+            grad_norm=grad_norm,
+            loss=loss if is_finite else 0,
+            valid=copied.units if is_finite else 0,
+            units=copied.units,
+        )
+        self._sum.start([*sums, *others])
+
+    def _count(self, sums: StepSums, others: dict[str, float]) -> None:
+        """Takes the sums of a step over all ranks."""
+        mean = sums.loss / sums.units if sums.valid == sums.units else math.nan
+        # what is equal on all ranks is divided without rounding
+        step = round(sums.step / sums.ranks)
+        self.newest = StepNumbers(step, sums.grad_norm / sums.ranks, mean, others)
+        self._unjudged.append(Unjudged(step, mean, sums.bad > 0))
+        trained = LossSum(sums.loss, round(sums.valid), round(sums.units))
+        losses = self.losses
+        losses.since_row = _added(losses.since_row, trained)
+        # a skipped step trained on nothing, but its units belong to the epoch
+        is_skipped = sums.skipped > 0
+        unchanged = LossSum(units=trained.units)
+        losses.epoch = _added(losses.epoch, unchanged if is_skipped else trained)
+        losses.skipped += is_skipped
 
     def end_row(self) -> LossSum:
         """The losses since the row before, as a row is written."""
@@ -252,7 +318,9 @@ class Guard:
         if not self._unjudged or self._unjudged[0].step > step - LATE:
             return Verdict.OK
         self.judged, loss, bad_gradient = self._unjudged.popleft()
-        limit = float(self.ordinary.limit(self.config.sigmas)) if self.ordinary else math.inf
+        limit = math.inf
+        if self.ordinary and self.config.sigmas:
+            limit = float(self.ordinary.limit(self.config.sigmas))
         if bad_gradient:
             self.problem = "its gradient norm is not finite or above the limit"
         elif not math.isfinite(loss):
@@ -278,8 +346,9 @@ class Guard:
             return Verdict.OK
         limit = self.climb.limit
         best = self.climb.state.best
-        climbed = f"the loss has been above {limit:.4f} for {LONG} steps, up to step {self.judged}: {loss:.4f}"
-        self.divergence = f"{climbed}; its lowest mean was {best:.4f} (guard.climb)"
+        climbed = f"the loss has been above {limit:.4f} for {LONG} steps"
+        now = f"up to step {self.judged}: {loss:.4f}"
+        self.divergence = f"{climbed}, {now}; its lowest mean was {best:.4f} (guard.climb)"
         return Verdict.DIVERGED
 
     def judge_evaluation(self, val_loss: float | None, best: Best) -> Verdict:
@@ -297,9 +366,8 @@ class Guard:
             return Verdict.OK
         climbed = f"the validation loss of step {step}, {val_loss:.4f}, is above {limit:.4f}"
         losses = f"and the training loss, {loss:.4f}, above {self.climb.limit:.4f}"
-        self.divergence = (
-            f"{climbed}, {losses}; the lowest validation loss was {best.val_loss:.4f} (guard.climb)"
-        )
+        lowest = f"the lowest validation loss was {best.val_loss:.4f}"
+        self.divergence = f"{climbed}, {losses}; {lowest} (guard.climb)"
         return Verdict.DIVERGED
 
     def state_dict(self) -> GuardState:
@@ -314,27 +382,29 @@ class Guard:
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned."""
-        self.judged, self.first_bad, self._unjudged = (
-            state.judged,
-            state.first_bad,
-            deque(state.unjudged),
-        )
+        self.judged = state.judged
+        self.first_bad = state.first_bad
+        self._unjudged = deque(state.unjudged)
         self.climb.state.load_state_dict(state.climb)
         if self.ordinary:
             self.ordinary.load_state_dict(state.losses)
 
 
-def copy_to_host(values: Tensor) -> Later:
+def _added(sums: LossSum, more: LossSum) -> LossSum:
+    return LossSum(*map(add, sums, more))
+
+
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
     """Starts a copy of a vector from its device. Returns a function that waits for it and returns
     the numbers."""
     if values.device.type != "cuda":
-        return values.tolist
+        return cast(Callable[[], list[float]], values.tolist)
     copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
     def wait() -> list[float]:
         copied.synchronize()
-        return copy.tolist()
+        return cast(list[float], copy.tolist())
 
     return wait

@@ -1,13 +1,15 @@
-"""Initial weights of a new run (`train.init_from`): those of a checkpoint. A model that
-transformers reads becomes one
-first: import_hf.py, a process of its own, writes it into the user's cache."""
+"""Initial weights of a new run (`train.init_from`): those of a checkpoint.
+
+A model that transformers reads becomes a checkpoint first: import_hf.py, a process of its own,
+writes it into the user's cache.
+"""
 
 import os
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from gpt2_ddp.files import local_copy, no_such_folder
 from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
 
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
 FIELD = "train.init_from"
 HUB = "hub:"
 ON_THE_HUB = f"a model on the Hub is {HUB}OWNER/NAME, like {HUB}openai-community/gpt2"
@@ -32,49 +36,49 @@ POSITIONS = "wpe.weight"
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 
 
-def settle_model(config: Any, saved: Checkpoint | None, watchdog: Watchdog) -> Any:
+def settle_model(config: ConfigT, saved: Checkpoint | None, watchdog: Watchdog) -> ConfigT:
     """The configuration whose inherited fields of the model section are those of `saved`, the
     checkpoint to resume, or else of `train.init_from`. Collective. Raises: UserError, as
     `find_model`."""
 
     def settled() -> ModelConfig:
-        return config.with_model(_model_of(saved) if saved else find_model(config)).model
+        inherited = _model_of(saved) if saved else find_model(config)
+        return config.with_model(inherited).model
 
     watchdog.heartbeat("importing", timeout=LONGEST.total_seconds())
     model = on_main(settled)
     if config.inherited and not saved:
-        shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context {model.block_size}"
-        print_line(f"note: model from {config.train.init_from}: {model.architecture}, {shape}")
+        size = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide"
+        shape = f"{model.architecture}, {size}, context {model.block_size}"
+        print_line(f"note: model from {config.train.init_from}: {shape}")
     return config.model_copy(update={"model": model})
 
 
 def find_model(config: TrainingConfig) -> ModelConfig:
     """The model section of `train.init_from`; imports a transformers model, and reads only small
-    files of a run.
-    Raises: UserError if there is no such model, if `GPT` does not support it, or if given fields
-    differ."""
-    named = config.train.init_from or ""
-    place = _place(config)
-    is_run = place == Path(named)
-    if is_run and (hint := no_such_folder(named)):
-        raise UserError(FIELD, named, f"{hint}; {ON_THE_HUB}")
+    files of a run. Raises: UserError if there is no such model, if `GPT` does not support it, or if
+    given fields differ."""
+    source = config.train.init_from or ""
+    checkpoint_path = _checkpoint_path(config)
+    is_run = checkpoint_path == Path(source)
+    if is_run and (hint := no_such_folder(source)):
+        raise UserError(FIELD, source, f"{hint}; {ON_THE_HUB}")
     if not is_run:
-        run_module("gpt2_ddp", "import_hf", "--source", named, stdout=DEVNULL)
-    found = find_checkpoint(place, FIELD, weights=False, kind="gpt2")
-    theirs = _model_of(found)
+        run_module("gpt2_ddp", "import_hf", "--source", source, stdout=DEVNULL)
+    checkpoint = find_checkpoint(checkpoint_path, FIELD, weights=False, kind="gpt2")
+    model = _model_of(checkpoint)
     given = WEIGHT_FIELDS & config.model.model_fields_set
-    if is_run and ARCHITECTURES[theirs.architecture].rotary:  # rotary positions may change
+    if is_run and ARCHITECTURES[model.architecture].rotary:  # rotary positions may change
         given -= {"block_size", "rope_theta"}
+    names = tuple(f"model.{field}" for field in given)
     mistakes = [
-        str(UserError(name, now, f"{named} has {before}; set it to {before}"))
-        for name, now, before in differences(
-            config, found.config, tuple(f"model.{field}" for field in given)
-        )
+        str(UserError(name, now, f"{source} has {before}; set it to {before}"))
+        for name, now, before in differences(config, checkpoint.config, names)
         if name != "model.block_size" or now > before
     ]
     if mistakes:
         raise UserError.join(mistakes)
-    return theirs
+    return model
 
 
 def load_initial_weights(
@@ -83,18 +87,19 @@ def load_initial_weights(
     """Loads the weights of `train.init_from` into the plain model: of positions, those of the
     context. Returns their names and values, for a model on the meta device. Raises: UserError for a
     missing or damaged file, another tokenizer than the data's, or a tensor that does not fit."""
-    found = find_checkpoint(_place(config), FIELD, weights=False)
-    theirs = saved_tokenizer(found)
-    if (theirs.tokens, theirs.eot) != (tokenizer.tokens, tokenizer.eot):
-        hint = f"has another tokenizer ({theirs.name}) than the data ({tokenizer.name}); prepare the text with that one"
-        raise UserError(FIELD, found.path, hint)
-    found = find_checkpoint(found.path, FIELD)  # hashes
-    weights: Any = found.tensors(MODEL)
-    shorter = (
-        {POSITIONS: weights[POSITIONS][: config.model.block_size]} if POSITIONS in weights else {}
-    )
-    weights = ChainMap(shorter, weights)
-    fit_weights(weights, model, found.path)  # changes nothing on the meta device
+    checkpoint = find_checkpoint(_checkpoint_path(config), FIELD, weights=False)
+    before = saved_tokenizer(checkpoint)
+    if (before.tokens, before.eot) != (tokenizer.tokens, tokenizer.eot):
+        other = f"another tokenizer ({before.name}) than the data ({tokenizer.name})"
+        hint = f"has {other}; prepare the text with that one"
+        raise UserError(FIELD, checkpoint.path, hint)
+    checkpoint = find_checkpoint(checkpoint.path, FIELD)  # hashes
+    tensors = checkpoint.tensors(MODEL)
+    weights: Mapping[str, Tensor] = tensors
+    if POSITIONS in tensors:  # a shorter context has fewer of them
+        shorter = {POSITIONS: tensors[POSITIONS][: config.model.block_size]}
+        weights = ChainMap(shorter, tensors)  # pyright: ignore[reportArgumentType]  only read
+    fit_weights(weights, model, checkpoint.path)  # changes nothing on the meta device
     return iter(weights.items())
 
 
@@ -108,12 +113,12 @@ def import_place(source: str) -> Path:
         raise UserError(FIELD, source, f"is no name of a model on the Hub ({error})") from error
 
 
-def _place(config: TrainingConfig) -> Path:
+def _checkpoint_path(config: TrainingConfig) -> Path:
     """The run or the checkpoint that `train.init_from` names or, of a transformers model, its
     import."""
-    named = config.train.init_from or ""
-    is_run = not named.startswith(HUB) and not os.path.isfile(Path(named, TRANSFORMERS))
-    return Path(named) if is_run else import_place(named)
+    source = config.train.init_from or ""
+    is_run = not source.startswith(HUB) and not os.path.isfile(Path(source, TRANSFORMERS))
+    return Path(source) if is_run else import_place(source)
 
 
 def _model_of(checkpoint: Checkpoint) -> ModelConfig:

@@ -1,4 +1,13 @@
-"""The training loop of every task: steps and pending work."""
+"""The training loop of every task: steps and pending work.
+
+train           opens, builds and starts a run, and finishes it
+  train_loop    the remaining steps, each followed by what is pending
+    next_step
+      train_step      forward, backward, clip, step
+      poll_save, stop.check, guard.judge
+      roll_back       after too many bad steps
+    finish_pending    evaluates, writes the row, samples, saves
+"""
 
 import math
 import time
@@ -7,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +27,14 @@ from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.metrics import OnRow
 from gpt2_ddp.records.rows import Outcome, finite
 from gpt2_ddp.state import Pending, Scores
-from gpt2_ddp.training.guard import Verdict
+from gpt2_ddp.training.guard import StepTensors, Verdict
 from gpt2_ddp.training.optimizer import named_losses
 from gpt2_ddp.training.run_length import settle_length
 from gpt2_ddp.training.start import (
+    OpenRun,
     Trainer,
     Training,
     build,
@@ -32,8 +43,10 @@ from gpt2_ddp.training.start import (
     open_run,
     start,
 )
-from gpt2_ddp.training.stop import Interrupted
+from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import Due, MakeTask, check_numbers
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -55,12 +68,12 @@ class Result:
         return next(reversed(list_checkpoints(self.run / "checkpoints")), None)
 
 
-def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
+def train(config: ConfigT, make_task: MakeTask[ConfigT], on_row: OnRow | None = None) -> Result:
     """Trains from the newest checkpoint to the last step. The main process passes each row to
     `on_row`. Raises: UserError; SystemExit 75 if only other machines were stopped, for an elastic
     launcher to start this rank again."""
     begun = time.perf_counter()
-    outcome = "completed"
+    outcome: Outcome = "completed"
     stop = None
     with open_run(config, make_task) as run:
         if run.is_complete:
@@ -71,14 +84,18 @@ def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
                 try:
                     outcome, reason = train_loop(training)
                 except torch.OutOfMemoryError as error:
-                    hint = "needs more than the GPU's memory; halve it, or see docs/faq.md for other ways"
-                    raise UserError(
-                        "train.micro_batch_size", training.task.feed.micro_batches[1], hint
-                    ) from error
+                    size = run.task.feed.micro_batches[1]
+                    advice = "halve it, or see docs/faq.md for other ways"
+                    hint = f"needs more than the GPU's memory; {advice}"
+                    raise UserError("train.micro_batch_size", size, hint) from error
                 finish(training, outcome, reason)
-        seconds = time.perf_counter() - begun
         result = Result(
-            outcome, run.step, run.progress.scores, seconds, run.folder.path, run.best_checkpoint
+            outcome=outcome,
+            step=run.step,
+            metrics=run.progress.scores,
+            seconds=time.perf_counter() - begun,
+            run=run.folder.path,
+            best=run.best_checkpoint,
         )
     if stop and outcome == "stopped" and stop.is_of_other_machines():
         raise SystemExit(STOPPED)
@@ -89,100 +106,102 @@ Ending = tuple[Outcome, str]
 """How a training ended, and why; `finish` knows the reasons of a stop and of an early end."""
 
 
-def train_loop(run: Training) -> Ending:
+def train_loop(training: Training) -> Ending:
     """Trains the remaining steps of a run that was started."""
+    run = training.run
     progress = run.progress
     begun = time.monotonic()
     if progress.is_new:  # a rollback may need a checkpoint
-        progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)
+        row = _position(run)
+        progress.pending = Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)
     elif progress.pending:  # a resumed run saves again once this is done
         progress.pending.save = True
-    if ending := finish_pending(run):
+    if ending := finish_pending(training):
         return ending
-    run.warm_up()
-    run.throughput.restart()
+    training.trainer.warm_up()
+    training.throughput.restart()
     while True:
-        diverged = next_step(run)
+        diverged = next_step(training)
         if diverged:
             return "diverged", diverged
-        if run.steps is None:
-            run = settle_length(run, begun)
-        pending = run.progress.pending
-        if pending or pending.save or run.stop.is_agreed:
-            with run.throughput.paused():
-                if ending := finish_pending(run):
+        if progress.steps is None:  # train.minutes
+            settle_length(training, begun)
+        pending = progress.pending
+        if pending or pending.save or training.stop.is_agreed:
+            with training.throughput.paused():
+                if ending := finish_pending(training):
                     return ending
 
 
-def finish_pending(run: Training) -> Ending | None:
+def finish_pending(training: Training) -> Ending | None:
     """Evaluates, writes the row, samples and saves, as far as this is pending. Collective. A stop
     interrupts all but the save, and the rest stays pending. Returns how the run ended; None if it
     goes on."""
+    run = training.run
     progress = run.progress
-    stop = run.stop
-    _evaluate_log_sample(run)
-    if run.guard.judge_evaluation(progress.val_loss, progress.best) is Verdict.DIVERGED:
-        problem = _roll_back(run)
+    stop = training.stop
+    _evaluate_log_sample(training)
+    verdict = training.trainer.guard.judge_evaluation(progress.val_loss, progress.best)
+    if verdict is Verdict.DIVERGED:
+        problem = roll_back(training)
         return ("diverged", problem) if problem else None
-    if run.is_complete and (ruin := find_ruin(run)):
-        return "diverged", ruin
+    if run.is_complete:
+        ruin = find_ruin(training.trainer)
+        if ruin:
+            return "diverged", ruin
     if progress.pending.save or run.is_complete or stop.is_agreed:
         with stop.timed("save"):
-            run.save()
+            training.save()
         stop.sync()
     if run.is_complete:
         return "completed", ""
     return ("stopped", "") if stop.is_agreed else None
 
 
-def _evaluate_log_sample(run: Training) -> None:
-    pending = run.progress.pending
-    metrics = run.metrics
-    stop = run.stop
+def _evaluate_log_sample(training: Training) -> None:
+    run = training.run
+    progress = run.progress
+    pending = progress.pending
+    metrics = training.metrics
+    stop = training.stop
     is_long = pending.evaluate or pending.sample
     with suppress(Interrupted):
         if pending.evaluate:
             with stop.timed("evaluation"):
-                scores = run.evaluate(stop.poll)
+                scores = training.trainer.evaluate(stop.poll)
             # before the first step: scores only
-            has_row = bool(scores) or run.step > run.progress.first_step
+            has_row = bool(scores) or run.step > progress.first_step
             pending.row = pending.row | scores if has_row else {}
             pending.evaluate = False
-            pending.save = pending.save or (run.progress.is_best and run.patience is not None)
+            pending.save = pending.save or (progress.is_best and run.patience is not None)
         if pending.row:
-            metrics.log(pending.row, run.steps)
+            metrics.log(pending.row, progress.steps)
             pending.row = {}
         if run.early_end and run.task.due(run.step, last=True).sample:
             pending.sample = is_long = True
         if pending.sample and not stop.is_agreed:
-            metrics.show_samples(run.step, run.sample())
+            metrics.show_samples(run.step, training.sample())
             pending.sample = False
-    if is_long:
+    if is_long:  # a signal that came meanwhile stops all ranks here, and not a step later
         stop.sync()
 
 
-def _roll_back(run: Training) -> str:
-    return roll_back(run)
-
-
-def find_ruin(run: Training) -> str:
+def find_ruin(trainer: Trainer) -> str:
     """Why the weights are useless: they or the validation loss are not finite, or no step changed
     anything; empty if they are not. Collective: the replicas are compared before, so that all ranks
     find the same."""
-    run.check_replicas()
-    is_finite = torch.stack(
-        [run.strategy.local(parameter).isfinite().all() for parameter in run.parameters]
-    )
-    finite_weights = not sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
-    run.guard.flush()
-    nothing_changed = run.step > 0 and run.guard.losses.skipped == run.step
-    loss = run.progress.scores.get("val_loss")
-    ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
-    return (
-        "weights or validation loss are not finite, or no step changed the weights"
-        if ruined
-        else ""
-    )
+    run = trainer.run
+    trainer.check_replicas()
+    local_parts = map(run.strategy.local, trainer.parameters)
+    is_finite = torch.stack([part.isfinite().all() for part in local_parts])
+    wrong_parts = sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
+    trainer.guard.flush()
+    nothing_changed = run.step > 0 and trainer.guard.losses.skipped == run.step
+    val_loss = run.progress.scores.get("val_loss")
+    is_loss_wrong = val_loss is not None and not math.isfinite(val_loss)
+    if wrong_parts or nothing_changed or is_loss_wrong:
+        return "weights or validation loss are not finite, or no step changed the weights"
+    return ""
 
 
 class StepResult(NamedTuple):
@@ -193,78 +212,80 @@ class StepResult(NamedTuple):
     fields: dict[str, float] | None  # the task's `row_fields`, if there are any
 
 
-def train_step(run: Trainer) -> StepResult:
+def train_step(trainer: Trainer) -> StepResult:
     """Takes the next optimizer step: forward, backward, clip, step. Does not wait for the device.
 
     A rank's loss is the sum over its units, divided by the units of all ranks, times the number of
     ranks, as DDP averages over them. So each unit weighs the same. Gradients are all-reduced once,
     in the last backward pass.
     """
-    accelerator = run.accelerator
+    run = trainer.run
     task = run.task
-    optimizer = run.optimizer
-    number = run.progress.step + 1
-    run.watchdog.heartbeat("data", number)
+    model = trainer.model
+    optimizer = trainer.optimizer
+    watchdog = run.watchdog
+    world = run.accelerator.num_processes
+    rank = run.accelerator.process_index
+    number = run.step + 1
+    watchdog.heartbeat("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
     sums: dict[str, Tensor] = {}
-    n_valid = 0
+    valid_units = 0
     for m, batch in enumerate(step.micro_batches):
-        run.watchdog.heartbeat("forward/backward")
-        seed_micro_batch(
-            task.config.seed, number, m * accelerator.num_processes + accelerator.process_index
-        )
-        with nullcontext() if batch.last else run.strategy.no_sync(run.model):
-            losses = named_losses(task.loss(run.model, batch))
-            optimizer.backward(
-                reduce(add, losses.values()) * (accelerator.num_processes / units), batch.last
-            )
+        watchdog.heartbeat("forward/backward")
+        seed_micro_batch(task.config.seed, number, m * world + rank)
+        with nullcontext() if batch.last else run.strategy.no_sync(model):
+            losses = named_losses(task.loss(model, batch))
+            optimizer.backward(reduce(add, losses.values()) * (world / units), batch.last)
         for name, loss in losses.items():
             sums[name] = sums.get(name, 0) + loss.detach()
-        n_valid += batch.n_valid * task.units_per_item
-        run.watchdog.heartbeat("step" if batch.last else "data")
-    due = task.due(number, last=number == run.steps)
-    row_fields = getattr(task, "row_fields", None)
-    fields = row_fields(number) if row_fields and (due.log or due.evaluate) else None
-    grad_norm = run.strategy.clip(run.parameters, task.config.optim.grad_clip or math.inf)
+        valid_units += batch.n_valid * task.units_per_item
+        watchdog.heartbeat("step" if batch.last else "data")
+    due = task.due(number, last=number == run.progress.steps)
+    has_row = due.log or due.evaluate
+    fields = task.row_fields(number) if has_row else None
+    grad_norm = run.strategy.clip(trainer.parameters, task.config.optim.grad_clip or math.inf)
     settings = task.schedule(number)
-    skipped = run.guard.judge_gradient(grad_norm)
+    skipped = trainer.guard.judge_gradient(grad_norm)
     bad = optimizer.step(settings, grad_norm, skipped)
-    if after_step := getattr(task, "after_step", None):
-        after_step(number)
+    task.after_step(number)
     run.progress.step = number
     if task.feed.skipped_end:  # no step ended that epoch
-        run.guard.end_epoch()
-    run.guard.add(number, n_valid, [bad, skipped, grad_norm, *sums.values()])
+        trainer.guard.end_epoch()
+    trainer.guard.add(number, valid_units, StepTensors(bad, skipped, grad_norm, sums))
     return StepResult(sums, settings, units, due, fields)
 
 
-def next_step(run: Training) -> str:
-    """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad
+def next_step(training: Training) -> str:
+    """Takes the next step, and says in `progress.pending` what follows it. After too many bad
     steps, goes back to a checkpoint, and takes the step after that. Returns why it cannot; else an
     empty text."""
+    run = training.run
+    guard = training.trainer.guard
+    feed = run.task.feed
     while True:
-        with run.stop.timed("step"):
-            result = train_step(run)
-            poll_save(run)
-            run.stop.check()
-            feed = run.task.feed
-            guard = run.guard
-            verdict = guard.judge(run.progress.step, feed.order.phase_at(feed.state.position))
-        if guard.bad_steps == 1 and guard.judged == guard.first_bad:
+        with training.stop.timed("step"):
+            result = train_step(training.trainer)
+            poll_save(run, training.stop)
+            training.stop.check()
+            verdict = guard.judge(run.step, feed.order.phase_at(feed.state.position))
+        is_first_bad = guard.bad_steps == 1 and guard.judged == guard.first_bad
+        if is_first_bad:
             bad = f"warning: step {guard.judged} is bad: {guard.problem}"
-            run.metrics.print(f"{bad}; its update is skipped; no later one is printed")
+            training.metrics.print(f"{bad}; its update is skipped; no later one is printed")
         if verdict is not Verdict.DIVERGED:
             break
-        if problem := _roll_back(run):
+        problem = roll_back(training)
+        if problem:
             return problem
     due = result.due
-    row = finite(_row(run, result)) if due.log or due.evaluate else {}
+    row = finite(_row(training, result)) if due.log or due.evaluate else {}
     run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=due.save)
     return ""
 
 
-def poll_save(run: Training) -> None:
+def poll_save(run: OpenRun, stop: StopRequest) -> None:
     """Checks the background save after a step: if it failed, asks all ranks to stop; if it is
     overdue, waits."""
     background = run.store.background
@@ -272,11 +293,11 @@ def poll_save(run: Training) -> None:
         if background.seconds > background.timeout:
             run.watchdog.heartbeat("save")
             background.join()
-        run.stop.record_duration("write", background.seconds)
+        stop.record_duration("write", background.seconds)
     if background.error:
-        run.stop.request("a checkpoint could not be written")
+        stop.request("a checkpoint could not be written")
     if run.log.is_gone:
-        run.stop.request("the run folder or its rows are gone")  # the next save or end raises it
+        stop.request("the run folder or its rows are gone")  # the next save or end raises it
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
@@ -297,78 +318,78 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
         torch.mps.manual_seed(value)
 
 
-def _position(run: Training) -> dict[str, Any]:
+def _position(run: OpenRun) -> dict[str, Any]:
     """The first fields of a row: step, epoch, and units trained on."""
     task = run.task
-    feed = run.task.feed
+    feed = task.feed
     epoch = round(feed.state.position / len(feed.order), 4)
     row = {"step": run.step, "epoch": epoch, task.unit: feed.state.consumed * task.units_per_item}
     return row | feed.order.by_source(feed.state, task.unit, task.units_per_item)
 
 
-def _row(run: Training, result: StepResult) -> dict[str, Any]:
+def _row(training: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the
     device."""
+    run = training.run
+    guard = training.trainer.guard
     feed = run.task.feed
+    scores = run.progress.scores
     run.watchdog.heartbeat("all-reduce")
-    numbers = run.guard.flush()
-    losses = run.guard.end_row()
-    assert numbers
-    others = dict(
-        zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True)
-    )
-    not_finite = losses.units - losses.valid
-    row = {
+    numbers = guard.flush()
+    losses = guard.end_row()
+    assert numbers, "a step was taken"
+    row: dict[str, Any] = {
         **_position(run),
         "loss": numbers.loss,
         "loss_mean": losses.mean,
-        **({"not_finite": not_finite} if not_finite else {}),
-        **result.settings,
-        "grad_norm": numbers.grad_norm,
-        "skipped": run.guard.losses.skipped,
-        **run.throughput.read(),
-        "order_digest": feed.state.order_digest,
     }
+    not_finite = losses.units - losses.valid
+    if not_finite:
+        row["not_finite"] = not_finite
+    row |= result.settings
+    row["grad_norm"] = numbers.grad_norm
+    row["skipped"] = guard.losses.skipped
+    row |= training.throughput.read()
+    row["order_digest"] = feed.state.order_digest
     if feed.ended_epoch:
-        run.progress.scores["train_loss"] = row["train_loss"] = run.guard.end_epoch()
-    for method, given in (("loss", others or None), ("row_fields", result.fields)):
-        if given is not None:
-            row |= check_numbers(method, given, row | run.progress.scores)
+        scores["train_loss"] = row["train_loss"] = guard.end_epoch()
+    others = {name: total / result.units for name, total in numbers.others.items()}
+    if others:
+        row |= check_numbers("loss", others, row | scores)
+    if result.fields is not None:
+        row |= check_numbers("row_fields", result.fields, row | scores)
     return row
 
 
-def roll_back(run: Training) -> str:
+def roll_back(training: Training) -> str:
     """Loads the newest checkpoint from before the divergence, and skips the data read since.
     Collective. Returns why it cannot, if no rollback or no good checkpoint is left; else an empty
     text."""
-    guard = run.guard
-    store = run.store
+    run = training.run
+    guard = training.trainer.guard
+    progress = run.progress
     feed = run.task.feed
     diverged_at = run.step
     end = feed.state.position
-    rollbacks = run.progress.rollbacks
+    rollbacks = progress.rollbacks
     problem = guard.divergence
-    run.wait_for_save()
+    training.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
-    good = store.newest(guard.last_good)
+    good = run.store.newest(guard.last_good)
     if rollbacks >= run.config.rollbacks or not good:
         if good:  # otherwise only bad ones exist
-            store.remove_after(guard.last_good)
-        return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
-    run.load(good)
-    run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start = feed.next_position
-    feed.skip_range(start, end)
-    event = {
-        "event": "rollback",
-        "step": run.step,
-        "from": diverged_at,
-        "skipped_range": [start, end],
-    }
-    run.log.append(event | {"order_digest": feed.state.order_digest})
-    store.remove_after(run.step)  # once the rollback is recorded
-    run.metrics.print(
-        f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})"
-    )
-    run.throughput.restart()
+            run.store.remove_after(guard.last_good)
+        return f"{problem}, after {rollbacks} rollbacks" if rollbacks else problem
+    training.trainer.load(good)
+    progress.rollbacks = rollbacks + 1
+    progress.pending = Pending()
+    begin = feed.next_position
+    feed.skip_range(begin, end)
+    event = {"event": "rollback", "step": run.step, "from": diverged_at}
+    event |= {"skipped_range": [begin, end], "order_digest": feed.state.order_digest}
+    run.log.append(event)
+    run.store.remove_after(run.step)  # once the rollback is recorded
+    skipped = f"skips data positions [{begin}, {end})"
+    training.metrics.print(f"warning: {problem}; rolled back to step {run.step}; {skipped}")
+    training.throughput.restart()
     return ""

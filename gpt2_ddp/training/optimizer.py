@@ -1,7 +1,10 @@
 """The optimizer of a training step: loss scale, clipping, learning rates, and skipped steps."""
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +21,9 @@ from gpt2_ddp.training.task import Loss
 class GuardedOptimizer:
     """An optimizer whose step changes nothing where it is to be skipped.
 
-    All ranks skip the same steps, as `Guard.judge_gradient` says it of the all-reduced gradient. A
-    fused kernel reads `found_inf` on the device, so no method waits for it. A step of another
-    optimizer waits, and is not taken.
+    All ranks skip the same steps, since `Guard.judge_gradient` judges the all-reduced gradient. A
+    fused kernel reads `found_inf` on the device, so no method waits for the device. With another
+    optimizer the host waits, and leaves the step out.
 
     Attributes:
         plain: the optimizer inside Accelerate's.
@@ -31,7 +34,7 @@ class GuardedOptimizer:
         accelerator = strategy.accelerator
         self._prepared = optimizer
         self._accelerator = accelerator
-        self._scaler = accelerator.scaler
+        self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._keeps_gradients = strategy.keeps_gradients
         self._waits = not all(group.get("fused") for group in self.plain.param_groups)
         self._skip = torch.zeros(())
@@ -64,9 +67,10 @@ class GuardedOptimizer:
         self.plain.zero_grad(set_to_none=not self._keeps_gradients)
         return bad
 
-    def _set_found_inf(self, optimizer: Any, args: object, kwargs: object) -> None:
-        # also where a scaler has set it: then the norm is not finite either
-        optimizer.found_inf = self._skip
+    def _set_found_inf(self, optimizer: Optimizer, *_: object) -> None:
+        # Fused kernels read this attribute, which torch's class does not declare. Where a scaler
+        # has set it, the norm is not finite either.
+        vars(optimizer)["found_inf"] = self._skip
 
 
 def named_losses(loss: Loss) -> dict[str, Tensor]:
@@ -99,16 +103,33 @@ def lr_at(step: int, config: OptimConfig) -> float:
 
 
 def set_values(groups: list[dict[str, Any]], settings: Mapping[str, float]) -> None:
-    """Sets the settings of a step: `lr` in all groups, times the `relative_lr` of each, and
-    likewise others such as `weight_decay`; then `muon_lr` in the group with the name `muon`.
-    Raises: UserError for one that no group has."""
-    for name in sorted(settings, key=len):  # `muon_lr` after `lr`
-        is_known = False
-        for group in groups:
-            setting = name.removeprefix(f"{group.get('name')}_")
-            if setting in group:
-                factor = group.get(f"relative_{name}", 1.0) if setting == name else 1.0
-                group[setting] = settings[name] * factor
-                is_known = True
-        if not is_known:
+    """Sets the settings of a step in the optimizer's parameter groups, in place.
+
+    A setting such as `lr` or `weight_decay` is for all groups that have it, times the group's
+    `relative_lr` or alike. One that begins with a group's `name`, such as `muon_lr`, is for that
+    group alone, and takes precedence there. Raises: UserError for a setting that no group has.
+    """
+    unknown = {*settings}
+    for group in groups:
+        for name in settings:
+            if name in group:
+                group[name] = settings[name] * group.get(f"relative_{name}", 1.0)
+                unknown.discard(name)
+        for name, own_name in _own_settings(group, settings):
+            group[own_name] = settings[name]
+            unknown.discard(name)
+    for name in settings:
+        if name in unknown:
             raise UserError("schedule()", name, "the optimizer has no such setting")
+
+
+def _own_settings(
+    group: Mapping[str, Any], settings: Mapping[str, float]
+) -> Iterator[tuple[str, str]]:
+    """The settings of this group alone: (`muon_lr`, `lr`) in the group with the name `muon`."""
+    if "name" not in group:
+        return
+    prefix = f"{group['name']}_"
+    for name in settings:
+        if name.startswith(prefix) and name[len(prefix) :] in group:
+            yield name, name[len(prefix) :]

@@ -9,10 +9,14 @@ changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit 
 cleared in another.
 """
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +71,10 @@ def check_replicas(
         dist.all_reduce(differs)
     if not differs:
         return
-    hosts, of_ranks = zip(*gather_object([(socket.gethostname(), sums.tolist())]), strict=True)
+    here = (socket.gethostname(), cast(list[int], sums.tolist()))
+    gathered = cast(list[tuple[str, list[int]]], gather_object([here]))
+    hosts = [host for host, _ in gathered]
+    of_ranks = [sums for _, sums in gathered]
     parts = accelerator.num_processes // group.size() if group else 1
     raise ReplicaMismatch(_describe(list(tensors), hosts, of_ranks, step, parts))
 
@@ -101,12 +108,12 @@ def _describe(
         for rank in range(part, len(sums), parts):
             if sums[rank] != most or 2 * votes * parts <= len(sums):  # all, without a majority
                 differing.setdefault(rank, []).append(name)
-    ranks = []
+    ranks: list[str] = []
     for rank, wrong in sorted(differing.items()):
-        shown = ", ".join(wrong[:SHOWN]) + (
-            f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        )
-        ranks.append(
-            f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from the other ranks'"
-        )
-    return f"{'; '.join(ranks)} at step {step}; suspect the memory there; the newest checkpoint is good"
+        tensors = ", ".join(wrong[:SHOWN])
+        if len(wrong) > SHOWN:
+            tensors += f" and {len(wrong) - SHOWN} more"
+        verb = "differs" if len(wrong) == 1 else "differ"
+        ranks.append(f"rank {rank} (host {hosts[rank]}): {tensors} {verb} from the other ranks'")
+    advice = "suspect the memory there; the newest checkpoint is good"
+    return f"{'; '.join(ranks)} at step {step}; {advice}"

@@ -6,12 +6,11 @@ after the last.
 
 import math
 import time
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from gpt2_ddp.checkpoint.format import Checkpoint
-from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.training.start import Training
@@ -23,51 +22,64 @@ SAMPLE = 0.12
 prompts at once."""
 
 
-def settle_minutes(config: Any, saved: Checkpoint | None, has_schedule: bool) -> Any:
+class Length(NamedTuple):
+    """The number of steps of a run, and what it follows from; the fields of the event `length`."""
+
+    steps: int
+    minutes: float
+    step_seconds: float
+    evaluation_seconds: float
+    save_seconds: float
+
+
+def settle_minutes(
+    config: TrainingConfig, saved: Checkpoint | None, has_schedule: bool
+) -> TrainingConfig:
     """The configuration of a GPT run; of a resumed one whose number of steps is known, with that
     number. Raises: UserError for a class that `has_schedule`, its own."""
-    length = (
-        {name: saved.config["train"].get(name) for name in ("steps", "epochs", "minutes")}
-        if saved
-        else {}
-    )
+    length = {}
+    if saved:
+        section = saved.config["train"]
+        length = {name: section.get(name) for name in ("steps", "epochs", "minutes")}
     if saved and not length["minutes"]:  # else it was stopped before
-        print_line(
-            "note: the run keeps its number of steps; train.minutes counts in a new run only"
-        )
+        kept = "the run keeps its number of steps; train.minutes counts in a new run only"
+        print_line(f"note: {kept}")
         return config.model_copy(update={"train": config.train.model_copy(update=length)})
     if has_schedule:
-        hint = "the class has a schedule of its own, which may depend on the number of steps; set train.steps"
-        raise UserError("train.minutes", config.train.minutes, hint)
+        reason = "the class has a schedule of its own, which may depend on the number of steps"
+        raise UserError("train.minutes", config.train.minutes, f"{reason}; set train.steps")
     return config
 
 
-def settle_length(run: Training, begun: float) -> Training:
-    """The run; once enough steps are timed, one of as many steps as fit, which is recorded. The
+def settle_length(training: Training, begun: float) -> None:
+    """Once enough steps are timed, sets the number of steps of the run, and records it. The
     learning rate does not depend on their number until then. `begun`: `time.monotonic()` before the
     first step. Collective. Raises: UserError if the time is over."""
-    # the first ones are slower
-    ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > 4
-    if run.step < min(TIMED, run.config.optim.decay_begins - 1) and not ends_early:
-        return run
-    found = on_main(partial(_measure, run, begun))
-    task: Any = run.task
-    length = task.config.train.model_copy(update={"steps": found["steps"], "minutes": None})
-    task.config = task.config.model_copy(update={"train": length})
-    task.resolve()
-    run = replace(run, steps=found["steps"], config_yaml=dump(run.config))
-    event = {"event": "length", "step": run.step, **found}
+    run = training.run
+    config = _config_of(training)
+    # the first steps are slower
+    ends_early = (run.progress.pending.save or training.stop.is_agreed) and run.step > 4
+    if run.step < min(TIMED, config.optim.decay_begins - 1) and not ends_early:
+        return
+    length = on_main(partial(_measure, training, begun))
+    run.task.set_steps(length.steps)
+    run.progress.steps = length.steps
+    event = {"event": "length", "step": run.step, **length._asdict()}
     run.log.append(event | {"config": run.config.model_dump(mode="json")})
     run.log.write_config(run.config)
     run.progress.pending.save = True
-    figures = f"{found['steps']:,} steps at {found['step_seconds']:.3g} s each"
-    run.metrics.print(
-        f"train.minutes = {found['minutes']:g}: {figures}, evaluations and checkpoints included"
-    )
-    return run
+    figures = f"{length.steps:,} steps at {length.step_seconds:.3g} s each"
+    text = f"train.minutes = {length.minutes:g}: {figures}, evaluations and checkpoints included"
+    training.metrics.print(text)
 
 
-def _saves_per_step(config: Any) -> float:
+def _config_of(training: Training) -> TrainingConfig:
+    config = training.run.config
+    assert isinstance(config, TrainingConfig), "only a GPT has train.minutes"
+    return config
+
+
+def _saves_per_step(config: TrainingConfig) -> float:
     """The most checkpoints a step. With `eval.patience`, each evaluation may be the best, which is
     saved."""
     every = config.checkpoint.every
@@ -82,37 +94,34 @@ def passed_since(begun: float) -> float:
     return time.monotonic() - begun
 
 
-def _measure(run: Training, begun: float) -> dict[str, Any]:
+def _measure(training: Training, begun: float) -> Length:
     """The number of steps, and what it follows from. Raises: UserError if no further step fits."""
-    config = run.config
-    stop = run.stop
-    task = run.task
-    step_seconds = stop.typical("step") or stop.typical("first step")
-    evaluation = stop.typical("evaluation")
-    # the first evaluation may have compiled; forward passes are a third of a step's work
-    if not config.eval.tasks:
-        tokens = run.progress.scores.get("val_tokens") or 0.0
-        share = tokens / (task.feed.step_size * task.units_per_item)  # of a step
-        estimate = step_seconds * share / 2
-        evaluation = min(evaluation or estimate, estimate)
+    run = training.run
+    config = _config_of(training)
+    minutes = config.train.minutes
+    assert minutes, "the length is settled once"
+    stop = training.stop
+    step = stop.typical("step") or stop.typical("first step")
     save = stop.typical("save")
+    evaluation = stop.typical("evaluation")
+    if not config.eval.tasks:
+        # The first evaluation may have compiled. Forward passes are a third of a step's work, so
+        # half a step's time an evaluated token is ample.
+        tokens = run.progress.scores.get("val_tokens") or 0.0
+        share = tokens / (run.task.feed.step_size * run.task.units_per_item)  # of a step
+        estimate = step * share / 2
+        evaluation = min(evaluation or estimate, estimate)
     every = config.tracking.sample_every
     sample = SAMPLE * config.model.n_layer if every else 0.0
-    each = (
-        step_seconds
-        + evaluation / config.eval.every
-        + save * _saves_per_step(config)
-        + sample / max(every, 1)
-    )
+    evaluations = evaluation / config.eval.every
+    saves = save * _saves_per_step(config)
+    samples = sample / max(every, 1)
+    seconds_of_each = step + evaluations + saves + samples
     passed = passed_since(begun)
-    steps = run.step + int((60 * config.train.minutes - passed - evaluation - save - sample) / each)
+    left = 60 * minutes - passed - evaluation - save - sample
+    steps = run.step + int(left / seconds_of_each)
     if steps <= run.step:
-        hint = f"{passed:.0f} s have passed at step {run.step}; choose a longer time, and the same command goes on"
-        raise UserError("train.minutes", config.train.minutes, hint)
-    return {
-        "steps": steps,
-        "minutes": config.train.minutes,
-        "step_seconds": step_seconds,
-        "evaluation_seconds": evaluation,
-        "save_seconds": save,
-    }
+        state = f"{passed:.0f} s have passed at step {run.step}"
+        hint = f"{state}; choose a longer time, and the same command goes on"
+        raise UserError("train.minutes", minutes, hint)
+    return Length(steps, minutes, step, evaluation, save)

@@ -1,22 +1,30 @@
-"""A training run in three phases, each a value that is made whole: opened (`training.opening`),
-built (`Trainer`), started (`Training`).
+"""The phases of a run, each a value that holds the one before, is made whole, and is not changed
+later:
+
+    with open_run(config, make_task) as run:          OpenRun: connected, locked; the task
+        with start(build(run)) as training:           Trainer: data, model, optimizer; it can step
+            ...                                       Training: handlers, trackers, rows; it runs
+            finish(training, "completed")
 
 What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, log and
-task.
+task. A checkpoint has the state of each (`Trainer.state`).
 """
+
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
 import os
 import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -26,18 +34,20 @@ from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Snapshot, o
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import check_resumable
+from gpt2_ddp.config.training import OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
 from gpt2_ddp.distributed.peers import PeerWatchdog
 from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
-from gpt2_ddp.errors import user_error_of
+from gpt2_ddp.errors import UserError, user_error_of
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
 from gpt2_ddp.project import git_commit
-from gpt2_ddp.records.metrics import Metrics, Sample
+from gpt2_ddp.records.metrics import Metrics, OnRow, Sample
 from gpt2_ddp.records.rows import Outcome
 from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.remote.mirror_process import open_mirror
@@ -59,17 +69,18 @@ from gpt2_ddp.training.throughput import (
     versions,
 )
 
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
 
 @dataclass(frozen=True)
-class Opened:
+class OpenRun:
     """A run whose folder is open. It is the same on every rank: its parts are there on all, and
     only the main process's touch the disk.
 
     Attributes:
         checkpoint: to start from, hashed; None for a new run. A new branch has its parent's.
-        progress: steps taken, scores, pending work.
-        steps: of the whole run; None while that is unknown.
-        begun: `time.monotonic()` of the start. patience: `eval.patience`, where there is one.
+        progress: steps taken and to take, scores, pending work.
+        begun: `time.monotonic()` of the start.
     """
 
     folder: RunFolder
@@ -78,15 +89,13 @@ class Opened:
     watchdog: Watchdog
     accelerator: Accelerator
     strategy: Replicated
-    task: Task
+    task: Task[RunConfig]
     checkpoint: Checkpoint | None
     progress: Progress
-    steps: int | None
     begun: float
-    patience: int | None
 
     @property
-    def config(self) -> Any:
+    def config(self) -> RunConfig:
         """The configuration; resolved once the task has loaded its data."""
         return self.task.config
 
@@ -96,6 +105,11 @@ class Opened:
         return self.progress.step
 
     @property
+    def patience(self) -> int | None:
+        """`eval.patience`, where there is one."""
+        return self.config.get("eval.patience")
+
+    @property
     def early_end(self) -> str:
         """Reason to end the run before its last step; empty without one."""
         return self.progress.early_end(self.patience)
@@ -103,16 +117,16 @@ class Opened:
     @property
     def is_complete(self) -> bool:
         """Whether all steps are taken and no work is pending."""
-        done = self.steps is not None and self.step >= self.steps
-        return (done or bool(self.early_end)) and not self.progress.pending
+        steps = self.progress.steps
+        has_ended = bool(self.early_end) or (steps is not None and self.step >= steps)
+        return has_ended and not self.progress.pending
 
     @property
     def best_checkpoint(self) -> Path | None:
         """The checkpoint of the best evaluation, if the newest is another; on the main process."""
         best = self.progress.best.step
-        return (
-            self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
-        )
+        checkpoint = self.store.place(best)
+        return checkpoint if best < self.step and checkpoint.is_dir() else None
 
     def record_end(self, outcome: Outcome, reason: str) -> None:
         """Records how training ended."""
@@ -122,7 +136,9 @@ class Opened:
 
 
 @contextmanager
-def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Iterator[Opened]:
+def open_run(
+    config: ConfigT, make_task: MakeTask[ConfigT], lock: bool = True
+) -> Generator[OpenRun]:
     """Connects the processes, locks the run folder (False: only checks it), and finds the
     checkpoint to start from.
 
@@ -139,38 +155,35 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
         closing.callback(watchdog.close)  # may wait for the other ranks
         try:
             check_ranks_agree(config.shared)
-            device: Any = processes.device
+            device = cast(torch.device, processes.device)  # set by its constructor
             on_every_rank(partial(check_compiler, config.train.compile, device))
             folder, log, store = _open_folder(config, lock, watchdog, closing)
             progress = Progress()
             if lock:
-                watchdog.report_to(
-                    log.write_heartbeat,
-                    lambda reason, is_refused: log.write_failure(progress.step, reason, is_refused),
-                )
+                _report_liveness(watchdog, log, progress)
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
             checkpoint = find_start(config, store)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
             config = _settle(config, checkpoint, device, watchdog)
-            accelerator = make_accelerator(
-                pick_precision(config.train.mixed_precision, device, "train.")
-            )
+            precision = pick_precision(config.train.mixed_precision, device, "train.")
+            accelerator = make_accelerator(precision)
             strategy = _choose_strategy(config, accelerator, folder)
             task = make_task(config, accelerator, checkpoint)
-            yield Opened(
-                folder,
-                log,
-                store,
-                watchdog,
-                accelerator,
-                strategy,
-                task,
-                checkpoint,
-                progress,
-                task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
-                begun,
-                config.get("eval.patience"),
+            _check_hooks(task)
+            epoch_size = checkpoint.state.setup.epoch_size if checkpoint else None
+            progress.steps = task.total_steps(epoch_size)
+            yield OpenRun(
+                folder=folder,
+                log=log,
+                store=store,
+                watchdog=watchdog,
+                accelerator=accelerator,
+                strategy=strategy,
+                task=task,
+                checkpoint=checkpoint,
+                progress=progress,
+                begun=begun,
             )
         except BaseException as caught:
             error = user_error_of(caught)
@@ -180,10 +193,29 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             raise error from caught
 
 
+def _report_liveness(watchdog: Watchdog, log: RunLog, progress: Progress) -> None:
+    """Has the watchdog write its heartbeats, and a failure that it finds, into status.json."""
+
+    def write_failure(reason: str, is_refused: bool) -> None:
+        log.write_failure(progress.step, reason, is_refused)
+
+    watchdog.report_to(log.write_heartbeat, write_failure)
+
+
+def _check_hooks(task: Task[RunConfig]) -> None:
+    """Raises: UserError for a task of a class that lacks what the loop calls on all tasks."""
+    for name in ("row_fields", "after_step"):
+        if not hasattr(task, name):
+            hint = f"has no {name}(); extend gpt2_ddp.training.task.Task, which has a default"
+            raise UserError("task", type(task).__name__, hint)
+
+
 def _start_watchdog(processes: PartialState, patience: float | None) -> Watchdog:
-    if processes.num_processes == 1:
+    rank = cast(int, processes.process_index)
+    world = cast(int, processes.num_processes)
+    if world == 1:
         return Watchdog(patience)
-    return PeerWatchdog(processes.process_index, processes.num_processes, patience)
+    return PeerWatchdog(rank, world, patience)
 
 
 def _open_folder(
@@ -191,7 +223,7 @@ def _open_folder(
 ) -> tuple[RunFolder, RunLog, CheckpointStore]:
     """The run's folder, records and checkpoints, until `closing`."""
     keep = config.checkpoint
-    mirror_status = dict
+    mirror_status = dict[str, Any]  # without a mirror: an empty dict
     folder = RunFolder(config, lock)
     closing.callback(folder.release)
     folder.open()
@@ -208,29 +240,36 @@ def _open_folder(
 def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None
     for a new run. Compares configurations before it hashes. Collective. Raises: UserError."""
-    if newest := store.newest(weights=False):
+    newest = store.newest(weights=False)
+    if newest:
         check_resumable(config, newest.kind, newest.config, newest.step)
-    if (newest := store.newest()) or not config.get("train.branch_from"):
+    newest = store.newest()
+    if newest or not isinstance(config, TrainingConfig) or not config.train.branch_from:
         return newest
     return branch_off(find_parent(config), config)
 
 
 def _settle(
-    config: Any, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog
-) -> Any:
+    config: ConfigT, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog
+) -> ConfigT:
     """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
-    if config.get("train.init_from"):
+    if isinstance(config, TrainingConfig) and config.train.init_from:
         config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
-        config = settle_fast(
-            config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else ""
-        )
+        before = ""
+        if checkpoint:
+            before = checkpoint.config["train"].get("mixed_precision")
+        config = settle_fast(config, device, before)
     return config
+
+
+def _is_sharded(config: RunConfig) -> bool:
+    return isinstance(config, TrainingConfig) and config.launch.parallel == "fsdp"
 
 
 def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFolder) -> Replicated:
     """What `launch.parallel` names."""
-    if config.get("launch.parallel") != "fsdp":
+    if not (isinstance(config, TrainingConfig) and _is_sharded(config)):
         return Replicated(accelerator)
     strategy = on_every_rank(partial(Sharded, accelerator, config))
     if folder.wants_lock and machines() > 1:
@@ -238,15 +277,15 @@ def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFol
     return strategy
 
 
-def _how_to_train_on(run: Opened) -> str:
+def _how_to_train_on(run: OpenRun) -> str:
     """What trains a complete run further, as a text for people."""
-    config = run.config
-    optim: Any = config.optim
+    optim = run.config.optim
     if run.early_end:
         return f"{run.early_end}; raise it to train further"
-    if not hasattr(optim, "decay_steps"):  # of a small job, or of a task of one's own
-        if getattr(optim, "schedule", "") == "cosine":
-            return "its learning rate has decayed to 0; choose another run_name to train for more epochs"
+    if isinstance(optim, JobOptimConfig) and optim.schedule == "cosine":
+        advice = "choose another run_name to train for more epochs"
+        return f"its learning rate has decayed to 0; {advice}"
+    if not isinstance(optim, OptimConfig):  # of a small job, or of a task of one's own
         return "raise its steps or epochs to train further"
     if optim.is_over(run.step):
         return f"its learning rate has decayed to 0; {advise_branch(run.folder.path, optim)}"
@@ -254,155 +293,181 @@ def _how_to_train_on(run: Opened) -> str:
     return f"raise its steps or epochs to train further, at learning rate {rate:g}"
 
 
-def finish_complete(run: Opened) -> None:
+def finish_complete(run: OpenRun) -> None:
     """Compares the data of a run that is already complete, and prints a note. Records the end if
     the last process did not. Collective."""
     run.task.load(run.watchdog, is_complete=True)
-    run.accelerator.print(
-        f"{run.config.run_name} is complete at step {run.step}; {_how_to_train_on(run)}"
-    )
+    advice = _how_to_train_on(run)
+    run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {advice}")
     assert run.checkpoint, "a complete run has a checkpoint"
     if from_main(run.log.outcome()) != "completed":
         run.log.resume(run.checkpoint.state.log, run.progress)
         run.store.prune(run.step)
         listing = run.store.listing()
-        run.log.append(
-            {"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]}
-        )
+        checkpoint: dict[str, Any] = listing["checkpoint"] or {}
+        run.log.append({"event": "checkpoint", **checkpoint, "kept": listing["kept"]})
         run.record_end("completed", run.early_end)
     run.log.write_status("completed", run.step, run.early_end)
     run.accelerator.end_training()
 
 
 @dataclass(frozen=True)
-class Trainer(Opened):
-    """A run with its data, model and optimizer.
+class Trainer:
+    """A run with its data, model and optimizer. It can take steps.
 
     Attributes:
-        model: prepared by Accelerate. `task.model` is the plain model.
-        setup: devices, software and size of the data. config_yaml: the resolved configuration, for
-            checkpoints.
+        model: prepared by Accelerate. `run.task.model` is the plain model.
+        setup: devices, software and size of the data.
         has_core: whether training leaves a core idle, for background saves.
     """
 
+    run: OpenRun
     model: nn.Module
     parameters: list[nn.Parameter]
     optimizer: GuardedOptimizer
     guard: Guard
     setup: Setup
-    config_yaml: str
     has_core: bool
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        """Loss scaler of fp16."""
+        return cast(torch.amp.GradScaler | None, self.run.accelerator.scaler)
 
     def state(self) -> State:
         """The state after the current step. Collective; waits for the device."""
+        run = self.run
         self.guard.flush()
-        scaler: Any = self.accelerator.scaler
+        scaler = self._scaler
         norms = self.guard.norms.state_dict() if self.guard.norms else (0, 0, 0)
         return State.of(
-            self.config.kind,
-            progress=self.progress.model_copy(deep=True),
-            feed=self.task.feed.state,
+            run.config.kind,
+            progress=run.progress.model_copy(deep=True),
+            feed=run.task.feed.state,
             guard=self.guard.state_dict(),
             optimizer=OptimizerState(norms=norms, scaler=scaler and scaler.state_dict()),
             losses=self.guard.losses.model_copy(),
-            log=self.log.end(),
+            log=run.log.end(),
             setup=self.setup,
-            task=self.task.state_dict(),
+            task=run.task.state_dict(),
         )
 
     def snapshot(self) -> Snapshot:
         """This rank's part of a checkpoint, of the run's own tensors. Collective."""
-        strategy = self.strategy
-        model = self.task.model
-        weights = model.state_dict()
-        moments = optimizer_state(model, self.optimizer.plain)
-        held = strategy.held(weights), strategy.held(moments)
-        return Snapshot(self.state(), self.config_yaml, *held, self.task.files, strategy.part)
+        run = self.run
+        weights = run.task.model.state_dict()
+        moments = optimizer_state(run.task.model, self.optimizer.plain)
+        return Snapshot(
+            state=self.state(),
+            config=dump(run.config),
+            model=run.strategy.held(weights),
+            optimizer=run.strategy.held(moments),
+            files=run.task.files,
+            part=run.strategy.part,
+        )
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
-        model = self.task.model
+        run = self.run
+        model = run.task.model
+        strategy = run.strategy
         state = start.state
         self.guard.flush()
-        files = (MODEL, OPTIMIZER) if self.strategy.part.is_own else ()
-        weights, moments = on_every_rank(lambda: [*map(start.tensors, files)]) or ({}, {})
-        load_model_state(weights, model, self.strategy.fill)
-        load_optimizer_state(moments, model, self.optimizer.plain, self.strategy.fill)
-        self.progress.load_state_dict(state.progress)
-        self.task.feed.seek(state.feed)
+        weights, moments = on_every_rank(partial(_open_tensors, start, strategy.part.is_own))
+        load_model_state(weights, model, strategy.fill)
+        load_optimizer_state(moments, model, self.optimizer.plain, strategy.fill)
+        run.progress.load_state_dict(state.progress)
+        run.task.feed.seek(state.feed)
         self.guard.load_state_dict(state.guard)
         if self.guard.norms:
             self.guard.norms.load_state_dict(state.optimizer.norms)
-        if state.optimizer.scaler and self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(state.optimizer.scaler)
+        scaler = self._scaler
+        if state.optimizer.scaler and scaler:
+            scaler.load_state_dict(state.optimizer.scaler)
         self.guard.losses.load_state_dict(state.losses)
-        self.task.load_state_dict(state.task)
+        run.task.load_state_dict(state.task)
 
     def check_replicas(self) -> None:
         """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch,
         on every rank."""
-        strategy = self.strategy
-        if self.accelerator.num_processes > strategy.part.count:
-            tensors = self.task.model, self.optimizer.plain
-            check_replicas(self.accelerator, *tensors, self.step, strategy.local, strategy.replicas)
+        run = self.run
+        strategy = run.strategy
+        if run.accelerator.num_processes > strategy.part.count:
+            check_replicas(
+                run.accelerator,
+                run.task.model,
+                self.optimizer.plain,
+                run.step,
+                strategy.local,
+                strategy.replicas,
+            )
 
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll`
         does."""
-        self.watchdog.heartbeat("evaluate")
-        with self.strategy.evaluating(self.model) as model:
+        run = self.run
+        run.watchdog.heartbeat("evaluate")
+        with run.strategy.evaluating(self.model) as model:
             model.eval()
             try:
                 with torch.no_grad():
-                    scores = self.task.evaluate(model, poll)
+                    scores = run.task.evaluate(model, poll)
             finally:
                 model.train()
-        scores = check_numbers("evaluate", scores, self.progress.pending.row)
-        self.progress.add_scores(scores)
+        scores = check_numbers("evaluate", scores, run.progress.pending.row)
+        run.progress.add_scores(scores)
         return scores
 
     def warm_up(self) -> None:
         """Lets the strategy prepare for the first step."""
-        self.watchdog.heartbeat("settle")
-        task = self.task
+        task = self.run.task
+        self.run.watchdog.heartbeat("settle")
 
         def loss() -> Tensor:
-            return reduce(
-                add, named_losses(task.loss(self.model, task.feed.first_micro_batch())).values()
-            )
+            losses = named_losses(task.loss(self.model, task.feed.first_micro_batch()))
+            return reduce(add, losses.values())
 
-        self.strategy.warm_up(self.model, self.optimizer.plain, loss)
+        self.run.strategy.warm_up(self.model, self.optimizer.plain, loss)
 
 
-def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trainer:
+def _open_tensors(
+    checkpoint: Checkpoint, is_read: bool
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Weights and optimizer state of a checkpoint, on the ranks that read them."""
+    if not is_read:
+        return {}, {}
+    return checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
+
+
+def build(run: OpenRun, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trainer:
     """Loads the data, builds model and optimizer, loads the checkpoint on all ranks, and records
     the start. `wrap` changes the plain model before Accelerate prepares it. Collective."""
     task = run.task
     task.load(run.watchdog)
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
-    steps = task.total_steps(len(task.feed.order))
-    how = _resolve_compile(run)
-    model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
+    epoch_size = len(task.feed.order)
+    run.progress.steps = task.total_steps(epoch_size)
+    compilation = _resolve_compile(run)
+    model, prepared = run.strategy.prepare(compiled(wrap(task.model), compilation), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
-    # checks their names
-    on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))
+    first_settings = partial(set_values, optimizer.plain.param_groups)
+    on_every_rank(lambda: first_settings(task.schedule(run.step + 1)))  # checks their names
     device = run.accelerator.device
     threads = torch.get_num_threads()
     trainer = Trainer(
-        **vars(replace(run, steps=steps)),
+        run=run,
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
         guard=Guard(run.config.guard, run.progress.first_step, device),
         setup=Setup(
-            epoch_size=len(task.feed.order),
+            epoch_size=epoch_size,
             processes=run.accelerator.num_processes,
             device=device_name(device),
             threads=threads,
-            compile=how,
+            compile=compilation,
             versions=versions(),
         ),
-        config_yaml=dump(run.config),
         has_core=spare_core(device.type, threads),
     )
     if run.checkpoint:
@@ -412,97 +477,105 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     return trainer
 
 
-def _resolve_compile(run: Opened) -> str:
+def _resolve_compile(run: OpenRun) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices
     are the same."""
     accelerator = run.accelerator
-    how = run.config.train.compile
-    before = run.checkpoint and run.checkpoint.state.setup
-    if how == "auto":
-        known = before.compile if before and has_same_devices(before, accelerator) else None
-        how, missing = resolve_compile(known, run.task.model, accelerator)
+    compilation: str = run.config.train.compile
+    if compilation == "auto":
+        before = run.checkpoint.state.setup if run.checkpoint else None
+        kept = before.compile if before and has_same_devices(before, accelerator) else None
+        compilation, missing = resolve_compile(kept, run.task.model, accelerator)
         if missing:
             accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    if how == "model" and run.config.get("launch.parallel") == "fsdp":
-        how = "blocks"
-    if how != "off":
+    if compilation == "model" and _is_sharded(run.config):
+        compilation = "blocks"
+    if compilation != "off":
         run.watchdog.first_limit = FIRST_TIMEOUT
-    return how
+    return compilation
 
 
-def _record_start(run: Trainer) -> None:
+def _record_start(trainer: Trainer) -> None:
+    run = trainer.run
     config = run.config
     progress = run.progress
-    run.store.prune(run.guard.last_good)  # keep_last may have been lowered since, for a full disk
+    # keep_last may have been lowered since, for a full disk
+    run.store.prune(trainer.guard.last_good)
     feed = run.task.feed.state
     task = run.task.state_dict()
     listing = run.store.listing()
-    begins = State.of(config.kind, progress=progress, feed=feed, setup=run.setup, task=task)
-    start = {"event": "start", **begins.identity, "steps": run.steps}
+    begins = State.of(config.kind, progress=progress, feed=feed, setup=trainer.setup, task=task)
+    start = {"event": "start", **begins.identity, "steps": progress.steps}
     start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
     start |= {"commit": git_commit(), "hardware": describe_hardware(), **listing}
     run.log.resume(run.checkpoint.state.log if run.checkpoint else LogEnd(), progress, start)
     run.log.write_config(config)
-    if progress.branched_from and not listing["checkpoint"]:
-        run.log.append(
-            {"event": "branch", **progress.branched_from.model_dump(), **feed.model_dump()}
-        )
-        run.accelerator.print(f"note: branches off {progress.branched_from.parent}")
+    branch = progress.branched_from
+    if branch and not listing["checkpoint"]:
+        run.log.append({"event": "branch", **branch.model_dump(), **feed.model_dump()})
+        run.accelerator.print(f"note: branches off {branch.parent}")
 
 
 @dataclass(frozen=True)
-class Training(Trainer):
+class Training:
     """A run that trains, with requests to stop, rows and speed."""
 
+    trainer: Trainer
     stop: StopRequest
     metrics: Metrics
     throughput: Throughput
 
+    @property
+    def run(self) -> OpenRun:
+        """The run that is trained."""
+        return self.trainer.run
+
     def save(self) -> None:
         """Saves a checkpoint of the current step, after the replica check. Collective. A background
         save is on disk once `wait_for_save` returns, any other once this returns."""
+        run = self.run
+        guard = self.trainer.guard
         self.wait_for_save()
-        self.check_replicas()
-        snapshot = self.snapshot()
-        is_complete = self.is_complete
-        self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK)
+        self.trainer.check_replicas()
+        snapshot = self.trainer.snapshot()
+        is_complete = run.is_complete
+        run.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK)
         # the last step gets no verdict
-        good = self.step if is_complete and not self.guard.is_suspicious else self.guard.last_good
-        self.store.save(snapshot, good, is_complete or self.stop.is_agreed, self.has_core)
+        good = run.step if is_complete and not guard.is_suspicious else guard.last_good
+        must_wait = is_complete or self.stop.is_agreed
+        run.store.save(snapshot, good, must_wait, self.trainer.has_core)
 
     def wait_for_save(self) -> None:
         """Waits for the background save. Collective. Raises: UserError if writing failed, or the
         run folder is gone."""
-        self.watchdog.heartbeat("save", timeout=self.store.background.timeout)
-        self.store.wait()
+        store = self.run.store
+        self.run.watchdog.heartbeat("save", timeout=store.background.timeout)
+        store.wait()
 
     def sample(self) -> list[Sample] | None:
         """Samples of the main process; others may get None, as may all after a failure. Collective.
         Raises: Interrupted."""
-        self.watchdog.heartbeat("sample")
-        sample = partial(self.task.sample, self.stop.poll)
-        return self.strategy.sample(self.task.model, self.stop, self.metrics, sample)
+        run = self.run
+        run.watchdog.heartbeat("sample")
+        sample = partial(run.task.sample, self.stop.poll)
+        return run.strategy.sample(run.task.model, self.stop, self.metrics, sample)
 
 
 @contextmanager
-def start(
-    trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = None
-) -> Iterator[Training]:
+def start(trainer: Trainer, on_row: OnRow | None = None) -> Generator[Training]:
     """Installs the signal handlers, starts the trackers, and records that the run is running; an
     exception inside is recorded as its failure. The main process passes each row to `on_row`.
     Collective."""
-    config = trainer.config
-    accelerator = trainer.accelerator
-    log = trainer.log
-    throughput = Throughput(trainer.task, accelerator.device)
-    metrics = Metrics(log, on_row)
-    stop = StopRequest(trainer.begun, config.train.max_minutes, trainer.watchdog.progress)
-    run = Training(**vars(trainer), stop=stop, metrics=metrics, throughput=throughput)
+    run = trainer.run
+    config = run.config
+    throughput = Throughput(run.task, run.accelerator.device)
+    metrics = Metrics(run.log, on_row)
+    stop = StopRequest(run.begun, config.train.max_minutes, run.watchdog.progress)
     try:
         metrics.start_trackers(config, run.progress.run_id)
-        log.write_status("running", run.step)
-        metrics.print(describe_start(run))
-        yield run
+        run.log.write_status("running", run.step)
+        metrics.print(describe_start(trainer))
+        yield Training(trainer, stop, metrics, throughput)
     except BaseException as caught:
         error = user_error_of(caught)
         _record_failure(run, error)
@@ -512,10 +585,10 @@ def start(
     finally:
         stop.restore_handlers()
     metrics.close()
-    accelerator.end_training()
+    run.accelerator.end_training()
 
 
-def _record_failure(run: Opened, error: BaseException) -> None:
+def _record_failure(run: OpenRun, error: BaseException) -> None:
     """Reports an exception to the other ranks, which may be gone, to the user and in
     status.json."""
     run.watchdog.failed(error)  # ends this process if another rank is at fault
@@ -523,31 +596,38 @@ def _record_failure(run: Opened, error: BaseException) -> None:
         run.log.write_failure(run.step, f"{type(error).__name__}: {error}")
 
 
-def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
+def finish(training: Training, outcome: Outcome, reason: str = "") -> None:
     """Waits for the last save and records how training ended. Collective."""
-    run.wait_for_save()
+    run = training.run
+    training.wait_for_save()
     run.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may still send much data
-    reason = run.stop.reason if outcome == "stopped" else reason or run.early_end
+    reason = training.stop.reason if outcome == "stopped" else reason or run.early_end
     run.record_end(outcome, reason)
-    end = f"{run.config.run_name} {outcome} at step {run.step}" + f" ({reason})" * bool(reason)
-    run.metrics.print(end + "; the same command resumes it" * (outcome == "stopped"))
+    text = f"{run.config.run_name} {outcome} at step {run.step}"
+    if reason:
+        text += f" ({reason})"
+    if outcome == "stopped":
+        text += "; the same command resumes it"
+    training.metrics.print(text)
     if best := run.best_checkpoint:
-        run.metrics.print(f"lowest val_loss: {run.progress.best.val_loss:.4f}, in {best}")
+        lowest = run.progress.best.val_loss
+        training.metrics.print(f"lowest val_loss: {lowest:.4f}, in {best}")
 
 
-def describe_start(run: Training) -> str:
+def describe_start(trainer: Trainer) -> str:
     """What is about to be trained, and on what, for people."""
-    accelerator = run.accelerator
+    run = trainer.run
     task = run.task
-    parts, rows = run.task.feed.micro_batches
+    device = run.accelerator.device
+    parts, rows = task.feed.micro_batches
     begins = f"resumes from step {run.step}" if run.step else "starts"
-    count = accelerator.num_processes
-    kind = accelerator.device.type
-    precision = describe_precision(accelerator.mixed_precision, accelerator.device)
-    kind += ", fsdp" * (run.config.get("launch.parallel") == "fsdp") + f", precision {precision}"
-    what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
-    what += f"; a step is {parts} x {rows * task.units_per_item:,} {task.unit} per process"
-    return f"{run.config.run_name} {begins}: {what}"
+    kind = f"{device.type}, fsdp" if _is_sharded(run.config) else device.type
+    devices = f"{run.accelerator.num_processes} x {kind}"
+    precision = describe_precision(run.accelerator.mixed_precision, device)
+    parameters = sum(map(Tensor.numel, trainer.parameters))
+    units = f"{parts} x {rows * task.units_per_item:,} {task.unit}"
+    what = f"{parameters:,} parameters, {devices}, precision {precision}"
+    return f"{run.config.run_name} {begins}: {what}; a step is {units} per process"
 
 
 def describe_precision(precision: str, device: torch.device) -> str:

@@ -4,13 +4,13 @@ import os
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 from gpt2_ddp.distributed.environment import elastic_nodes, machines
-from gpt2_ddp.distributed.ranks import has_others, late_sums
+from gpt2_ddp.distributed.ranks import LateSum, has_others
 from gpt2_ddp.distributed.signals import has_signal, install_handlers
 from gpt2_ddp.errors import is_main_process
 
@@ -30,7 +30,7 @@ class StopRequest:
     clock.
 
     A single process stops after the current step. Several stop after it or the next one, since they
-    agree one call late (`late_sums`). `max_minutes` count from `begun`, a `time.monotonic()`.
+    agree one call late (`LateSum`). `max_minutes` count from `begun`, a `time.monotonic()`.
     `progress` is called before each poll.
 
     Attributes:
@@ -57,9 +57,9 @@ class StopRequest:
             )
         self._is_by_signal = False
         self._is_all_by_signals = True
-        self._start_sum = late_sums()
         self._done = 0.0
-        self._sums = self._start_sum([0, 0, 0])
+        self._sum = LateSum()
+        self._sum.start([0, 0, 0])  # for the first `check`
         self._seconds = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
         self.restore_handlers = install_handlers(self._on_signal)
 
@@ -72,7 +72,7 @@ class StopRequest:
         self.reason = self.reason or reason
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def timed(self, what: str) -> Generator[None]:
         """Records the duration of a `step`, `save` or `evaluation`."""
         begun = time.perf_counter()
         yield
@@ -106,8 +106,8 @@ class StopRequest:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
         stops = bool(self.reason)  # read once: a signal may come at any time
-        requested, signals, self._done = self._sums()
-        self._sums = self._start_sum([stops, stops and self._is_by_signal, done])
+        requested, signals, self._done = self._sum.result()
+        self._sum.start([stops, stops and self._is_by_signal, done])
         self._is_all_by_signals = self._is_all_by_signals and requested == signals
         if requested or (self.reason and not has_others()):
             self.reason = self.reason or "another rank"

@@ -1,12 +1,16 @@
 """Measurements in rows: units per second, MFU and memory; and what a run records of its machine."""
 
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import accelerate
 import psutil
@@ -14,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.state import Setup
 from gpt2_ddp.training.gpus import peak_flops
@@ -24,7 +29,7 @@ class Throughput:
     """Units (tokens, samples) per second of training, without pauses. All ranks must create it
     together."""
 
-    def __init__(self, task: Task, device: torch.device):
+    def __init__(self, task: Task[RunConfig], device: torch.device):
         self.task = task
         self.device = device
         self.peak = peak_of_ranks(device)
@@ -46,19 +51,18 @@ class Throughput:
         waited = feed.waited - self._waited
         speed = (feed.state.consumed - self._consumed) * self.task.units_per_item / seconds
         self.restart()
-        gpu = self.device.type == "cuda"
-        mfu = speed * self.task.flops_per_unit / self.peak if self.peak else None
-        return {
-            f"{self.task.unit}_per_second": round(speed, 1),
-            **({"mfu": mfu} if self.task.flops_per_unit else {}),
-            "data_share": round(waited / seconds, 4),
-            "memory": torch.cuda.memory_reserved(self.device)
-            if gpu
-            else psutil.Process().memory_info().rss,
-        }
+        fields: dict[str, float | None] = {f"{self.task.unit}_per_second": round(speed, 1)}
+        if self.task.flops_per_unit:
+            fields["mfu"] = speed * self.task.flops_per_unit / self.peak if self.peak else None
+        fields["data_share"] = round(waited / seconds, 4)
+        if self.device.type == "cuda":
+            fields["memory"] = torch.cuda.memory_reserved(self.device)
+        else:
+            fields["memory"] = psutil.Process().memory_info().rss
+        return fields
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Excludes the time of the `with` block."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
@@ -76,26 +80,30 @@ def device_name(device: torch.device) -> str:
 
 def has_same_devices(before: Setup, accelerator: Accelerator) -> bool:
     """Whether these are as many devices of the same kind as a saved run had."""
-    return (before.processes, before.device) == (
-        accelerator.num_processes,
-        device_name(accelerator.device),
-    )
+    is_same_kind = before.device == device_name(accelerator.device)
+    return is_same_kind and before.processes == accelerator.num_processes
 
 
 def describe_hardware() -> str:
     """Processor, cores and memory of this machine."""
+    cores = f"{os.cpu_count()} cores"
     with suppress(OSError):
-        if found := re.search(
-            r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        ):
-            return f"{found[1]}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    return f"{platform.machine()}, {os.cpu_count()} cores"
+        processors = Path("/proc/cpuinfo").read_text()
+        name = re.search(r"^model name\s*: (.*)", processors, re.MULTILINE)
+        if name:
+            memory = psutil.virtual_memory().total / 2**30
+            return f"{name[1]}, {cores}, {memory:.0f} GiB"
+    return f"{platform.machine()}, {cores}"
 
 
 def versions() -> dict[str, str]:
     """Versions of the software; torch's names its build, too."""
-    found = {"gpt2_ddp": VERSION, "torch": torch.__version__, "accelerate": accelerate.__version__}
-    return found | {"python": platform.python_version()}
+    return {
+        "gpt2_ddp": VERSION,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def peak_of_ranks(device: torch.device) -> float | None:
@@ -103,5 +111,6 @@ def peak_of_ranks(device: torch.device) -> float | None:
     peak = None
     if device.type == "cuda":
         peak = peak_flops(device_name(device))
-    found = gather_object([peak])
-    return None if None in found else sum(found)
+    peaks = cast(list[float | None], gather_object([peak]))
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None

@@ -41,17 +41,17 @@ def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch)
 def checkpoints(folder):
     """What each contender of `checkpoint` resumes is what it saved, whatever was trained since."""
     config = BenchmarkConfig(device="cpu", preset=str(folder / "tiny.yaml"))
-    training = step.short_run(config, folder, 1, "no", "off", checkpoint.CHANGES)
+    settings = step.short_run(config, folder, 1, "no", "off", checkpoint.CHANGES)
     step.random_tokens(folder / "random")
-    with started(training) as run:
+    with started(settings) as training:
 
         def state():
-            snapshot = run.snapshot()
+            snapshot = training.trainer.snapshot()
             return {
                 name: value.clone() for name, value in (snapshot.model | snapshot.optimizer).items()
             }
 
-        for name, (save, resume) in checkpoint.contenders(run, folder / "all.pt").items():
+        for name, (save, resume) in checkpoint.contenders(training, folder / "all.pt").items():
             found = {}
 
             def save_noted(save=save, found=found):
@@ -59,11 +59,11 @@ def checkpoints(folder):
                 save()
 
             def resume_changed(resume=resume, found=found):
-                train_step(run)
+                train_step(training.trainer)
                 assert not any(torch.equal(value, found[name]) for name, value in state().items())
                 resume()
 
-            still, durable, *_ = checkpoint.turn(run, save_noted, resume_changed)
+            still, durable, *_ = checkpoint.turn(training, save_noted, resume_changed)
             assert all(torch.equal(value, found[name]) for name, value in state().items()), name
             assert (durable > still) == ("background" in name), name
 

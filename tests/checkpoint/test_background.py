@@ -61,24 +61,25 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
 def test_after_each_step_an_overdue_save_is_waited_for():
     """The watchdog still applies, and ends a run whose save hangs."""
     run = MagicMock()
+    stop = MagicMock()
     gate = threading.Event()
     run.store.background = Background()
     run.log.is_gone = False
     behind = run.store.background
-    told = run.stop.record_duration
+    told = stop.record_duration
     run.watchdog.heartbeat = lambda stage: gate.set()
     behind.start(gate.wait, timeout=60.0)
-    poll_save(run)
+    poll_save(run, stop)
     assert told.call_args.args[0] == "write"
     assert behind.is_working
     behind.timeout = 0.0
-    poll_save(run)
+    poll_save(run, stop)
     assert not behind.is_working
     assert told.call_args.args[1] > 0
-    run.stop.request.assert_not_called()
+    stop.request.assert_not_called()
     run.log.is_gone = True
-    poll_save(run)
-    run.stop.request.assert_called_once()
+    poll_save(run, stop)
+    stop.request.assert_called_once()
 
 
 def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):

@@ -56,6 +56,21 @@ def one_rank_fails(failing):
         return str(error)
 
 
+def sums_that_are_read_late():
+    from gpt2_ddp.distributed.ranks import LateSum
+
+    rank = launch.build_accelerator("cpu", "no").process_index
+    sums = LateSum()
+    sums.start([1, rank])
+    sums.start([rank, 5])
+    return [sums.result(), sums.result()]
+
+
+def test_the_oldest_sum_is_read_first():
+    assert run_ranks(sums_that_are_read_late, 1) == [[[1, 0], [0, 5]]]
+    assert run_ranks(sums_that_are_read_late, 2) == [[[2, 1], [1, 10]]] * 2
+
+
 def test_a_limit_of_open_files_is_raised(monkeypatch):
     limits = [1024, 4358]
     monkeypatch.setattr(launch.resource, "getrlimit", lambda _: tuple(limits))

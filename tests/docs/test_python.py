@@ -123,9 +123,9 @@ def train_again_and_again(corpus, place):
     thread.start()
     thread.join()
     handler = signal.getsignal(signal.SIGINT)
-    loop.train_step = lambda run: (
-        run.step == 2 and os.kill(os.getpid(), signal.SIGINT),
-        train_step(run),
+    loop.train_step = lambda trainer: (
+        trainer.run.step == 2 and os.kill(os.getpid(), signal.SIGINT),
+        train_step(trainer),
     )[1]
     found["stopped"] = run("four")
     assert signal.getsignal(signal.SIGINT) == handler, "signals are again whose they were"

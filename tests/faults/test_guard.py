@@ -27,7 +27,15 @@ from runs import (
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.state import Best, GuardState
-from gpt2_ddp.training.guard import LATE, LONG, WARM_UP, Guard, RunningStatistics, Verdict
+from gpt2_ddp.training.guard import (
+    LATE,
+    LONG,
+    WARM_UP,
+    Guard,
+    RunningStatistics,
+    StepTensors,
+    Verdict,
+)
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -101,7 +109,8 @@ def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next():
 
 def numbers_of_a_step(loss, bad=False):
     """What a guard takes of a step that is skipped if its gradient is bad."""
-    return [torch.tensor(float(value)) for value in (bad, bad, 0.1, loss)]
+    bad, norm, loss = (torch.tensor(float(value)) for value in (bad, 0.1, loss))
+    return StepTensors(bad, bad, norm, {"loss": loss})
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):

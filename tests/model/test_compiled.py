@@ -41,13 +41,14 @@ def graphs_of_a_training(config, back=False):
         # the watchdog's threads would stop with the GPU
         assert not torch._inductor.config.use_static_cuda_launcher
         return found
-    with built(config) as run:
-        run.warm_up()
+    with built(config) as trainer:
+        store = trainer.run.store
+        trainer.warm_up()
         for _ in range(2):
-            train_step(run)
-            run.store.save(run.snapshot())
-            run.load(run.store.newest())
-        train_step(run)
+            train_step(trainer)
+            store.save(trainer.snapshot())
+            trainer.load(store.newest())
+        train_step(trainer)
     return found
 
 

@@ -309,16 +309,17 @@ def test_a_server_in_trouble(corpus, tmp_path, server, proxy, monkeypatch, capfd
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     step = loop.train_step
 
-    def train_step(training):
-        if training.step == 6:
+    def train_step(trainer):
+        taken = trainer.run.step
+        if taken == 6:
             wait_until(bucket.checkpoints)
             proxy.trouble = trouble
-        if training.step == 20:
+        if taken == 20:
             wait_until(lambda: re.search(r'_problem": "\w', (run / ".mirror").read_text()))
             proxy.trouble = ""
-        if training.step == 25:
+        if taken == 25:
             wait_until(lambda: "step-00000024" in direct.checkpoints())
-        return step(training)
+        return step(trainer)
 
     monkeypatch.setattr(loop, "train_step", train_step)
     config, bucket = there(corpus, tmp_path, **{"train.steps": 30})

@@ -276,7 +276,7 @@ def what_a_step_does(config):
         return forward(self, x, *rest)
 
     def look(run):
-        gradients = [p.grad for p in run.parameters if p.grad is not None]
+        gradients = [p.grad for p in run.task.model.parameters() if p.grad is not None]
         found["places"].append([gradient.data_ptr() for gradient in gradients])
         found["storages"] = len({gradient.untyped_storage().data_ptr() for gradient in gradients})
 
@@ -322,19 +322,20 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
 
 
 def test_a_stop_during_an_evaluation_is_agreed_on_at_once():
-    run = MagicMock(step=0, early_end="", is_complete=False)
-    run.stop.is_agreed = False
-    run.progress = Progress(pending=Pending(evaluate=True))
-    run.evaluate.return_value = {}
-    assert finish_pending(run) is None
-    run.stop.sync.assert_called_once()
+    training = MagicMock()
+    training.run = MagicMock(step=0, early_end="", is_complete=False)
+    training.run.progress = Progress(pending=Pending(evaluate=True))
+    training.stop.is_agreed = False
+    training.trainer.evaluate.return_value = {}
+    assert finish_pending(training) is None
+    training.stop.sync.assert_called_once()
 
 
 def stages_of_a_step(config):
-    with built(config) as run:
+    with built(config) as trainer:
         stages = []
-        run.watchdog.heartbeat = lambda *stage: stages.append(stage)
-        train_step(run)
+        trainer.run.watchdog.heartbeat = lambda *stage: stages.append(stage)
+        train_step(trainer)
     return stages
 
 

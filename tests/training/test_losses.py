@@ -23,13 +23,15 @@ from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.records.rows import valid_rows
 from gpt2_ddp.state import Best, Losses, LossSum, Unjudged
-from gpt2_ddp.training.guard import Guard
+from gpt2_ddp.training.guard import Guard, StepTensors
 
 # Sums
 
 
-def numbers(*values):
-    return [torch.tensor(float(value)) for value in values]
+def numbers(skipped, norm, *losses):
+    """What a guard takes of a step; the second loss is `other`."""
+    skipped, norm, *sums = (torch.tensor(float(value)) for value in (skipped, norm, *losses))
+    return StepTensors(skipped, skipped, norm, dict(zip(("loss", "other"), sums, strict=False)))
 
 
 def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
@@ -40,7 +42,7 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
         rng.shuffle(parts)
         guard = Guard(GuardConfig())
         for number, part in enumerate(parts):
-            guard.add(number, 3, numbers(0, 0, 0.1, part))
+            guard.add(number, 3, numbers(False, 0.1, part))
             if number == rng.randrange(1000):
                 guard.flush()
                 losses = guard.losses.model_dump_json()
@@ -60,8 +62,7 @@ def sums_of_a_rank():
     guard = Guard(GuardConfig())
     known = []
     for step, loss in enumerate((6.0, math.nan if rank else 4.0, 3.0), 1):
-        flag = step == 3
-        guard.add(step, 2, numbers(flag, flag, 0.1, loss, 1))
+        guard.add(step, 2, numbers(step == 3, 0.1, loss, 1))
         known.append(guard.newest)
     known.append(guard.flush())
     return known, guard.losses, guard.state_dict().unjudged
@@ -73,7 +74,7 @@ def test_the_numbers_of_steps_over_all_ranks():
     (none, later, first, last), losses, unjudged = known[0]
     assert (none, later) == (None, None), "two steps late"
     norm = torch.tensor(0.1).item()
-    assert (first, last) == ((1, norm, 3, [2]), (3, norm, 1.5, [2]))
+    assert (first, last) == ((1, norm, 3, {"other": 2}), (3, norm, 1.5, {"other": 2}))
     assert losses == Losses(epoch=(16, 6, 12), since_row=(22, 10, 12), skipped=1)
     assert str(unjudged[1]) == str(Unjudged(2, math.nan, bad=False))
     assert unjudged[::2] == [(1, 3, False), (3, 1.5, True)]
@@ -95,10 +96,10 @@ def train_and_record(config):
         on_last = math.nan if task.accelerator.process_index == 1 else 1.0
         return loss_of(task, model, batch) * {3: on_last, 4: 1e6}.get(now[0], 1.0)
 
-    def train_step(run):
-        now[0] = run.step + 1
-        result = step(run)
-        shares[run.step] = result.losses["loss"].item()
+    def train_step(trainer):
+        now[0] = trainer.run.step + 1
+        result = step(trainer)
+        shares[trainer.run.step] = result.losses["loss"].item()
         return result
 
     loop.train_step = train_step
@@ -174,13 +175,14 @@ def train_by_script(config, scores=SCRIPT):
 
     evaluate = Trainer.evaluate
 
-    def score(run, poll):
+    def score(trainer, poll):
+        run = trainer.run
         run.task.evaluate = lambda *_: {
             "val_loss": scores[run.step],
             "val_tokens": 512,
             "val_bits_per_byte": 1.0,
         }
-        return evaluate(run, poll)
+        return evaluate(trainer, poll)
 
     with patch.object(Trainer, "evaluate", score):
         return train(config)

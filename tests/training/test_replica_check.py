@@ -32,13 +32,14 @@ def flip_and_tell(config, flips):
     byte (from the end if negative) and bit."""
     from gpt2_ddp.training.loop import train_step
 
-    with built(config) as run:
-        run.warm_up()
+    with built(config) as trainer:
+        run, optimizer = trainer.run, trainer.optimizer.plain
+        trainer.warm_up()
         for _ in range(2):
-            train_step(run)
+            train_step(trainer)
         tensors = dict(run.task.model.named_parameters())
-        tensors |= optimizer_state(run.task.model, run.optimizer.plain)
-        check = partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
+        tensors |= optimizer_state(run.task.model, optimizer)
+        check = partial(check_replicas, run.accelerator, run.task.model, optimizer)
         messages = [message_of(check, 0)]
         here = run.accelerator.process_index
         for step, (rank, name, *place) in enumerate(flips, 1):
@@ -51,7 +52,7 @@ def flip_and_tell(config, flips):
             flip_bit(tensors["h.1.mlp.c_fc.weight"], 4002, 6)
             run.task.model.register_buffer("statistics", torch.ones(3))
         for _ in range(3):
-            train_step(run)
+            train_step(trainer)
         return [*messages, message_of(check, run.step)]
 
 
@@ -136,8 +137,9 @@ def damaged_in_training(config):
 
     step = loop.train_step
 
-    def train_step(run):
-        result = step(run)
+    def train_step(trainer):
+        run = trainer.run
+        result = step(trainer)
         if run.step == 10 and run.accelerator.process_index == 1:
             run.task.model.wte.weight.data[3, 3] = math.nan
         return result

@@ -123,8 +123,7 @@ def train_and_stop(config, bad, during, step, rank):
     outcome, and how often the rest was polled."""
     from gpt2_ddp.checkpoint import store
     from gpt2_ddp.evaluation import items as scoring
-    from gpt2_ddp.training import start as run
-    from gpt2_ddp.training import stop
+    from gpt2_ddp.training import start, stop
 
     now = SimpleNamespace(place="", polls=0, after=0)
 
@@ -151,12 +150,16 @@ def train_and_stop(config, bad, during, step, rank):
             send()
         poll(self, done)
 
+    def described(trainer):
+        now.run = trainer.run
+        return describe_start(trainer)
+
     poll = stop.StopRequest.poll
-    describe_start = run.describe_start
-    run.describe_start = lambda started: (setattr(now, "run", started), describe_start(started))[1]
+    describe_start = start.describe_start
+    start.describe_start = described
     stop.StopRequest.poll = polled
-    watch(run.Trainer, "evaluate", "evaluate")
-    watch(run.Training, "sample", "sample")
+    watch(start.Trainer, "evaluate", "evaluate")
+    watch(start.Training, "sample", "sample")
     watch(scoring, "answer", "tasks")
     watch(store.CheckpointStore, "save", "save")
     return train_narrow(config, bad), now.after

@@ -52,22 +52,23 @@ def there_and_back(config):
     from gpt2_ddp.training.loop import train_step
 
     found = []
-    with built(config) as run:
-        run.warm_up()
+    with built(config) as trainer:
+        run = trainer.run
+        trainer.warm_up()
         for _ in range(4):
-            train_step(run)
-        run.store.save(run.snapshot(), wait=True)
+            train_step(trainer)
+        run.store.save(trainer.snapshot(), wait=True)
         saved = run.store.newest()
         assert saved
         for _ in range(3):
-            losses = torch.stack([train_step(run).losses["loss"] for _ in range(4)]).tolist()
-            after = run.snapshot()
+            losses = torch.stack([train_step(trainer).losses["loss"] for _ in range(4)]).tolist()
+            after = trainer.snapshot()
             tensors = {
                 name: value.numpy().tobytes()
                 for name, value in (after.model | after.optimizer).items()
             }
             found.append((losses, run.step, tensors, after.state))
-            run.load(saved)
+            trainer.load(saved)
             assert run.step == 4
         run.accelerator.end_training()
     return found

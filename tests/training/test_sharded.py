@@ -316,28 +316,29 @@ def rank_memory(config):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
     found = {"before": peak()}
-    with built(config) as run:
+    with built(config) as trainer:
+        store = trainer.run.store
         found["start"] = peak()
-        run.warm_up()
-        loop.train_step(run)
+        trainer.warm_up()
+        loop.train_step(trainer)
         found["step"] = peak()
         if config.launch.parallel == "fsdp":
-            tracker = FSDPMemTracker(run.model, run.optimizer.plain)
+            tracker = FSDPMemTracker(trainer.model, trainer.optimizer.plain)
         else:
             tracker = MemTracker()
-            tracker.track_external(run.model, run.optimizer.plain)
+            tracker.track_external(trainer.model, trainer.optimizer.plain)
         with tracker:
-            loop.train_step(run)
+            loop.train_step(trainer)
         sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         found |= {
             str(getattr(kind, "value", kind)): size >> 20
             for kind, size in sizes.items()
             if size >> 20
         }
-        found["save"] = growth(lambda: run.store.save(run.snapshot()))
-        newest = run.store.newest()
+        found["save"] = growth(lambda: store.save(trainer.snapshot()))
+        newest = store.newest()
         assert newest
-        return found | {"load": growth(lambda: run.load(newest))}
+        return found | {"load": growth(lambda: trainer.load(newest))}
 
 
 @SLOW
@@ -373,13 +374,13 @@ def flip_on_rank(config, rank):
     """What the replica check says of a bit that changed on one rank."""
     from gpt2_ddp.training.replica_check import ReplicaMismatch
 
-    with built(config) as run:
-        run.check_replicas()
-        if run.accelerator.process_index == rank:
+    with built(config) as trainer:
+        trainer.check_replicas()
+        if trainer.run.accelerator.process_index == rank:
             with torch.no_grad():
-                run.strategy.local(run.parameters[0]).view(-1)[0] += 1
+                trainer.run.strategy.local(trainer.parameters[0]).view(-1)[0] += 1
         with pytest.raises(ReplicaMismatch) as error:
-            run.check_replicas()
+            trainer.check_replicas()
         return str(error.value)
 
 

@@ -3,10 +3,10 @@ of is one short class, and has all that the others have."""
 
 import math
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from close import assert_close
@@ -25,9 +25,11 @@ from gpt2_ddp.config.run import (
 )
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Permutation
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Scores, TaskState
 from gpt2_ddp.tasks.supervised import contiguous
-from gpt2_ddp.training.task import Due, Poll
+from gpt2_ddp.training.loop import train
+from gpt2_ddp.training.task import Due, Poll, Task
 
 # ---- A new kind of training, from scratch
 
@@ -58,11 +60,8 @@ class Pairs:
         return self.letters[index], self.letters[index + 1]
 
 
-class Letters:
+class Letters(Task[LettersConfig]):
     unit = "letters"
-    units_per_item = 1
-    flops_per_unit = 0
-    files = MappingProxyType({})
 
     def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config = config
@@ -102,8 +101,6 @@ class Letters:
         self.best = min(self.best, loss)
         return {"val_loss": loss, "val_best": self.best}
 
-    def sample(self, poll: Poll) -> None: ...
-
     def state_dict(self) -> TaskState:
         return TaskState.model_validate({"best": self.best})
 
@@ -141,3 +138,18 @@ def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
         *((0, 0, True), (5, 212, True), (10, 424, True))
     ]
     assert all(row["loss_mean"] > 0 for row in found[1:])
+
+
+class Bare:
+    """A task that does not extend `Task`."""
+
+    def __init__(self, config: LettersConfig, *_: object):
+        self.config = config
+
+
+def test_a_class_that_does_not_extend_task_is_a_user_error(tmp_path):
+    config = LettersConfig(output_dir=str(tmp_path), run_name="run")
+    message = r"task = Bare: has no row_fields\(\); extend gpt2_ddp\.training\.task\.Task"
+    with pytest.raises(UserError, match=message):
+        train(config, Bare)
+    assert not (tmp_path / "run").exists()
