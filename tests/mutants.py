@@ -245,7 +245,7 @@ EQUIVALENT = [
     Equivalent(
         module="checkpoint/store.py",
         function="CheckpointStore.save",
-        digest="4c323443",
+        digest="da92c3e0",
         before=(
             "self, snapshot: Snapshot, last_good: float=math.inf, wait: bool=False, "
             "spare_core: bool=True"
