@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint, list_checkpoints, step_of
 from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import differences
-from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.config.training import OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.ranks import runs_on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
@@ -16,12 +15,12 @@ from gpt2_ddp.state import LogEnd, Parent, Progress
 
 
 @runs_on_main
-def find_parent(config: Any) -> Checkpoint:
+def find_parent(config: TrainingConfig) -> Checkpoint:
     """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if
     there is none, or if fields that a branch must keep differ; names each of them. Or if no step is
     left after the parent's."""
     field = "train.branch_from"
-    path = Path(config.get("train.branch_from"))
+    path = Path(config.train.branch_from or "")
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
         raise UserError(field, path, f"is of a {parent.kind} run; name one of a {config.kind} run")

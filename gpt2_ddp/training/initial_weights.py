@@ -31,7 +31,9 @@ POSITIONS = "wpe.weight"
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 
 
-def settle_model(config: Any, saved: Checkpoint | None, watchdog: Watchdog) -> Any:
+def settle_model(
+    config: TrainingConfig, saved: Checkpoint | None, watchdog: Watchdog
+) -> TrainingConfig:
     """The configuration whose inherited fields of the model section are those of `saved`, the
     checkpoint to resume, or else of `train.init_from`. Collective. Raises: UserError, as
     `find_model`."""

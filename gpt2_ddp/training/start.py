@@ -28,6 +28,7 @@ from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import check_resumable
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
 from gpt2_ddp.distributed.peers import PeerWatchdog
@@ -44,7 +45,6 @@ from gpt2_ddp.remote.mirror_process import open_mirror
 from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
 from gpt2_ddp.training.branch import advise_branch, branch_off, find_parent
 from gpt2_ddp.training.ddp import Replicated
-from gpt2_ddp.training.fsdp import Sharded, follow_accelerate
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.initial_weights import settle_model
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
@@ -132,6 +132,8 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
     """
     begun = time.monotonic()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.fsdp import follow_accelerate  # noqa: PLC0415  FSDP: a second
+
         config = follow_accelerate(config)
     processes = start_run(config)
     watchdog = _start_watchdog(processes, config.train.patience_seconds)
@@ -170,7 +172,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 progress,
                 task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
                 begun,
-                config.get("eval.patience"),
+                config.patience,
             )
         except BaseException as caught:
             error = user_error_of(caught)
@@ -212,28 +214,31 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     for a new run. Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest(weights=False):
         check_resumable(config, newest.kind, newest.config, newest.step)
-    if (newest := store.newest()) or not config.get("train.branch_from"):
+    if newest := store.newest():
         return newest
-    return branch_off(find_parent(config), config)
+    if isinstance(config, TrainingConfig) and config.train.branch_from:
+        return branch_off(find_parent(config), config)
+    return None
 
 
 def _settle(
-    config: Any, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog
-) -> Any:
+    config: RunConfig, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog
+) -> RunConfig:
     """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
-    if config.get("train.init_from"):
+    if isinstance(config, TrainingConfig) and config.train.init_from:
         config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
-        config = settle_fast(
-            config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else ""
-        )
+        before = checkpoint.config["train"].get("mixed_precision") if checkpoint else ""
+        config = settle_fast(config, device, before)
     return config
 
 
 def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFolder) -> Replicated:
     """What `launch.parallel` names."""
-    if config.get("launch.parallel") != "fsdp":
+    if config.parallel != "fsdp":
         return Replicated(accelerator)
+    from gpt2_ddp.training.fsdp import Sharded  # noqa: PLC0415  FSDP: a second
+
     strategy = on_every_rank(partial(Sharded, accelerator, config))
     if folder.wants_lock and machines() > 1:
         folder.check_is_shared(strategy.part.is_own)
@@ -425,7 +430,7 @@ def _resolve_compile(run: Opened) -> str:
         how, missing = resolve_compile(known, run.task.model, accelerator)
         if missing:
             accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    if how == "model" and run.config.get("launch.parallel") == "fsdp":
+    if how == "model" and run.config.parallel == "fsdp":
         how = "blocks"
     if how != "off":
         run.watchdog.first_limit = FIRST_TIMEOUT
@@ -546,7 +551,9 @@ def describe_start(run: Training) -> str:
     count = accelerator.num_processes
     kind = accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device)
-    kind += ", fsdp" * (run.config.get("launch.parallel") == "fsdp") + f", precision {precision}"
+    if run.config.parallel == "fsdp":
+        kind += ", fsdp"
+    kind += f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {parts} x {rows * task.units_per_item:,} {task.unit} per process"
     return f"{run.config.run_name} {begins}: {what}"
