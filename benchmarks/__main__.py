@@ -1,6 +1,6 @@
 """Measure the speed of a step and of a checkpoint next to baselines, in alternation.
 
-    python -m benchmarks                    # both
+    python -m benchmarks  # both
     python -m benchmarks step --nanogpt ../nanoGPT
 
 docs/benchmarks.md explains each benchmark and has the newest tables.

@@ -1,7 +1,7 @@
 """Writes the lower part of docs/ddp-lab.md: runs the lab, and keeps what is above NOTE, which is
 written by hand.
 
-    python docs/lab.py        # less than 20 s on two cores
+    python docs/lab.py  # less than 20 s on two cores
 
 `tests/lab/test_lab.py` fails if the lower part differs from the code, or its figures from those of a
 run.
@@ -29,23 +29,21 @@ HELPERS = "make_model", "make_rows", "share", "mse", "train", "gradient", "dista
 def code_of(experiment: Experiment) -> str:
     """The source of the measuring function, after the functions of its module that it uses."""
     decorated = inspect.getsource(experiment.measure)
-    found = decorated[decorated.index("\ndef ") + 1 :]
+    code = decorated[decorated.index("\ndef ") + 1 :]
     # used parts come first
     for name, used in reversed(vars(inspect.getmodule(experiment.measure)).items()):
-        ours = getattr(used, "__module__", "") == experiment.measure.__module__
-        if (
-            ours
-            and (inspect.isfunction(used) or inspect.isclass(used))
-            and re.search(rf"\b{name}\b", found)
-        ):
-            found = f"{inspect.getsource(used)}\n\n{found}"
-    return found.rstrip()
+        is_of_module = getattr(used, "__module__", "") == experiment.measure.__module__
+        has_code = inspect.isfunction(used) or inspect.isclass(used)
+        if is_of_module and has_code and re.search(rf"\b{name}\b", code):
+            code = f"{inspect.getsource(used)}\n\n{code}"
+    return code.rstrip()
 
 
 def part(name: str, measured: str) -> str:
     """A lesson's claim, both ways, figures and code."""
     experiment = EXPERIMENTS[name]
-    return f"### Figures: {name}\n\n{as_list(experiment, measured)}\n\n```python\n{code_of(experiment)}\n```"
+    code = f"```python\n{code_of(experiment)}\n```"
+    return f"### Figures: {name}\n\n{as_list(experiment, measured)}\n\n{code}"
 
 
 def page(text: str, measured: Mapping[str, str]) -> str:
@@ -58,17 +56,11 @@ def page(text: str, measured: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    found = run_experiments(tuple(EXPERIMENTS))
-    failed = [
-        name
-        for name, numbers in found.items()
-        if not EXPERIMENTS[name].holds(SimpleNamespace(**numbers))
-    ]
-    assert not failed, failed
-    figures = {
-        name: EXPERIMENTS[name].measured.format_map(numbers) for name, numbers in found.items()
-    }
-    DOCUMENTATION.write_text(
-        page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8"
-    )
+    figures = {}
+    for name, numbers in run_experiments(tuple(EXPERIMENTS)).items():
+        experiment = EXPERIMENTS[name]
+        assert experiment.holds(SimpleNamespace(**numbers)), (name, numbers)
+        figures[name] = experiment.measured.format_map(numbers)
+    text = page(DOCUMENTATION.read_text(encoding="utf-8"), figures)
+    DOCUMENTATION.write_text(text, encoding="utf-8")
     print(f"wrote {DOCUMENTATION}")

@@ -47,7 +47,8 @@ class NoiseScale(Pretraining):
     ):
         super().__init__(config, accelerator, saved)
         self.averages = (0.0, 0.0)
-        self._position, self._count = -1, 0
+        self._position = -1
+        self._count = 0
         self._square: Tensor | None = None
 
     def build_feed(self) -> None:
@@ -59,12 +60,12 @@ class NoiseScale(Pretraining):
     def _check_measurable(self) -> None:
         shares = self.feed.batch.share(self.feed.step_size)
         if self.config.launch.parallel == "fsdp":
-            raise UserError(
-                "launch.parallel", "fsdp", "the noise scale cannot be measured; use ddp"
-            )
+            hint = "the noise scale cannot be measured; use ddp"
+            raise UserError("launch.parallel", "fsdp", hint)
         if len(shares) < 2:
-            hint = "the noise scale needs two micro-batches per step on each process; choose a smaller one"
-            raise UserError("train.micro_batch_size", self.config.train.micro_batch_size, hint)
+            hint = "the noise scale needs two micro-batches per step on each process"
+            size = self.config.train.micro_batch_size
+            raise UserError("train.micro_batch_size", size, f"{hint}; choose a smaller one")
         self._batch = len(shares[0][0])  # the first micro-batch of each rank is full
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
@@ -72,7 +73,9 @@ class NoiseScale(Pretraining):
         will be written."""
         feed = self.feed
         if feed.state.position != self._position:  # the first micro-batch of a step
-            self._position, self._count, self._square = feed.state.position, 0, None
+            self._position = feed.state.position
+            self._count = 0
+            self._square = None
         self._count += 1
         if self._count == 2:
             step = feed.state.consumed // feed.step_size
@@ -84,19 +87,17 @@ class NoiseScale(Pretraining):
         """`noise_scale` in tokens, which is absent while the average signal is not positive."""
         if self._square is None:  # a replay, whose rows are fewer
             return {}
-        accelerator, step_size, units = self.accelerator, self.feed.step_size, self.units_per_item
+        accelerator = self.accelerator
+        step_size = self.feed.step_size
+        units = self.units_per_item
         world = accelerator.num_processes
         squares: Tensor = sum_over_ranks(
             accelerator, torch.stack([self._square, self._squared_norm()])
         )
         small, big = (value / world for value in squares.tolist())
         # the loop's sum over a rank's tokens is scaled by world / all tokens, and by the loss scale
-        small *= (
-            step_size
-            / self._batch
-            / world
-            / (accelerator.scaler.get_scale() if accelerator.scaler else 1)
-        ) ** 2
+        loss_scale = accelerator.scaler.get_scale() if accelerator.scaler else 1
+        small *= (step_size / self._batch / world / loss_scale) ** 2
         new = estimate(small, big, self._batch * units, step_size * units)
         if all(map(math.isfinite, new)):
             signal, noise = (
@@ -105,9 +106,9 @@ class NoiseScale(Pretraining):
             )
             self.averages = signal, noise
         signal, noise = self.averages
-        return (
-            {"noise_scale": noise / signal} if signal > 0 and math.isfinite(noise / signal) else {}
-        )
+        if signal <= 0 or not math.isfinite(noise / signal):
+            return {}
+        return {"noise_scale": noise / signal}
 
     def state_dict(self) -> GPTData:
         """The task's state, with the averages."""

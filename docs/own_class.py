@@ -1,7 +1,7 @@
 """Writes docs/own-class.md: a class of one's own from the first command to an export and a
 comparison.
 
-    python docs/own_class.py        # about two minutes on two cores
+    python docs/own_class.py  # about two minutes on two cores
 
 The page shows what the commands printed. The classes are those of docs/extend.md.
 """
@@ -28,8 +28,10 @@ TRAIN = "python scripts/train_gpt2.py --config tiny.yaml --run_name mine"
 CLASSES = {"trapezoid.py": "Trapezoid", "zloss.py": "ZLoss"}
 STEPS = [
     (
-        "Prepare a small text, and start a run with the class of `trapezoid.py`. It stops after 40 steps.",
-        "python scripts/prepare_data.py --source 'gpt2_ddp/**/*.py' --output data/tiny --vocab_size 512",
+        "Prepare a small text, and start a run with the class of `trapezoid.py`. It stops after 40"
+        " steps.",
+        "python scripts/prepare_data.py --source 'gpt2_ddp/**/*.py' --output data/tiny"
+        " --vocab_size 512",
         f"{TRAIN} --train.steps 40 --task trapezoid.py:Trapezoid",
     ),
     ("Go on without a word of the class. The run has recorded it.", f"{TRAIN} --train.steps 60"),
@@ -40,7 +42,8 @@ STEPS = [
         "sed -i 's/= 0.2/= 0.4/' trapezoid.py",
     ),
     (
-        "Score it, continue a text, and check the records. The schedule is recomputed by the class.",
+        "Score it, continue a text, and check the records. The schedule is recomputed by the"
+        " class.",
         "python scripts/evaluate.py runs/mine",
         "python scripts/generate.py runs/mine --prompts def --max_new_tokens 24",
         "python scripts/verify_run.py runs/mine --replay 40:60",
@@ -51,23 +54,24 @@ STEPS = [
     ),
     (
         "Compare two classes with three seeds each.",
-        "python scripts/sweep.py --seeds 1 2 3 --vary task=trapezoid.py:Trapezoid,zloss.py:ZLoss --config tiny.yaml",
+        "python scripts/sweep.py --seeds 1 2 3 --vary task=trapezoid.py:Trapezoid,zloss.py:ZLoss"
+        " --config tiny.yaml",
     ),
 ]
 HEAD = """\
 # A class of your own, step by step
 
-A researcher changes the schedule of a training, and compares it with another loss. The classes are those of
-[extend.md](extend.md): save them as `trapezoid.py` and `zloss.py`. `docs/own_class.py` has typed these commands. What
-they printed stands below them; some lines are left out.
+A researcher changes the schedule of a training, and compares it with another loss. The classes are
+those of [extend.md](extend.md): save them as `trapezoid.py` and `zloss.py`. `docs/own_class.py` has
+typed these commands. What they printed stands below them; some lines are left out.
 
 The runs share this file, `tiny.yaml`:
 
 ```yaml
 """
 LEFT_OUT = re.compile(
-    r"report: |next: |  python|  left out|  note: the text|\d+ tokens in|.*loading PyTorch|warning: /tmp/replay"
-    r"|runs/gpt2-.* (starts|is complete)|\s*$"
+    r"report: |next: |  python|  left out|  note: the text|\d+ tokens in|.*loading PyTorch"
+    r"|warning: /tmp/replay|runs/gpt2-.* (starts|is complete)|\s*$"
 )
 
 

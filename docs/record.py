@@ -1,7 +1,7 @@
 """Records the README's picture: a killed run resumes with another number of processes, and is
 verified.
 
-    python docs/record.py        # a minute on two cores; writes docs/resume-dark.svg and docs/resume-light.svg
+    python docs/record.py  # a minute on two cores; writes docs/resume-{dark,light}.svg
 
 Needs `rich`, which requirements-dev.txt brings. What the picture shows is what the commands
 printed.
@@ -38,10 +38,14 @@ LIGHT = TerminalTheme(
     (255, 255, 255), (36, 41, 47), [(36, 41, 47), (190, 30, 30), (20, 120, 40)] + [(36, 41, 47)] * 5
 )
 SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-line-height: {line_height}px; font-variant-ligatures: none }} svg > rect {{ stroke: #8886 }} {styles}</style>
-<defs><clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
-{lines}</defs>{chrome}<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+<style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, \
+"DejaVu Sans Mono", monospace;
+line-height: {line_height}px; font-variant-ligatures: none }} \
+svg > rect {{ stroke: #8886 }} {styles}</style>
+<defs><clipPath id="{unique_id}-clip-terminal">\
+<rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
+{lines}</defs>{chrome}<g transform="translate({terminal_x}, {terminal_y})" \
+clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>
 """
 

@@ -8,13 +8,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gpt2_ddp.errors import UserError, truncate
+
+T = TypeVar("T")
 
 # bytes hashed and written at a time, so that the second of the two reads the CPU's cache
 PIECE = 2**20
@@ -189,7 +191,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
     """The value of JSON text that anybody may have written; numbers may be NaN or infinite. Raises:
     ValueError, also as `check_limits`."""
     try:
@@ -198,21 +200,20 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
 
 
-def check_limits(value: Any, levels: int = DEEPEST) -> Any:
+def check_limits(value: T, levels: int = DEEPEST) -> T:
     """The value of JSON or YAML. Raises: ValueError for more than so many levels, and integers
     above 64 bits."""
     if not levels:
         raise ValueError(f"is nested more than {DEEPEST} levels deep")
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("has an integer of more than 64 bits")
-    inner = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    for item in inner:
+    if isinstance(value, dict):
+        items = [*cast(dict[str, object], value).values()]
+    elif isinstance(value, list | tuple):
+        items = [*cast(Sequence[object], value)]
+    else:
+        items = []
+    for item in items:
         check_limits(item, levels - 1)
     return value
 

@@ -1,8 +1,9 @@
 """One process, nn.DataParallel and DDP on the same training: speed-up and memory.
 
-    python scripts/compare_parallel.py                                        # no launcher: it starts the processes
+    python scripts/compare_parallel.py  # no launcher: it starts the processes
     python scripts/compare_parallel.py --jobs gpt2 --processes 2 4 --repeats 5
-    python scripts/compare_parallel.py --jobs classifier:configs/jobs/cifar100_lenet.yaml --steps 2000
+    python scripts/compare_parallel.py --jobs classifier:configs/jobs/cifar100_lenet.yaml \\
+        --steps 2000
 
 docs/compare.md explains the columns.
 """

@@ -1,7 +1,7 @@
 """Measure common mistakes in DDP, wrong and right, on two CPU processes.
 
-    python scripts/ddp_lab.py                                    # all experiments; starts its own two processes
-    python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them
+    python scripts/ddp_lab.py  # all experiments; starts its own two processes
+    python scripts/ddp_lab.py --only set_epoch padded_test_set  # some of them
 
 docs/ddp-lab.md explains each experiment, and has its code.
 """

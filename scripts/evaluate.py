@@ -1,8 +1,8 @@
 """Score a checkpoint: its split, its test samples or tasks. Write the predictions of a small job.
 
-python scripts/evaluate.py runs/stdlib                                   # loss, perplexity, bits per byte
+python scripts/evaluate.py runs/stdlib  # loss, perplexity, bits per byte
 python scripts/evaluate.py runs/stdlib --tasks hellaswag my/items.jsonl
-python scripts/evaluate.py runs/photos --images photo.jpg folder          # their likeliest class
+python scripts/evaluate.py runs/photos --images photo.jpg folder  # their likeliest class
 torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision bf16
 """
 

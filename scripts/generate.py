@@ -1,7 +1,7 @@
 """Continue prompts with a trained model.
 
     python scripts/generate.py runs/stdlib --prompts "def main(" "import os" --num_samples 2
-    python scripts/generate.py runs/gpt2_124m --temperature 0                # always the likeliest token
+    python scripts/generate.py runs/gpt2_124m --temperature 0  # always the likeliest token
 
 Samples go to standard output. A single sample is printed while it is generated.
 """

@@ -1,8 +1,8 @@
 """The smallest DDP program on Accelerate: the line y = 2x + 3, found from noisy points.
 
-    python scripts/hello_ddp.py                                               # one process
-    torchrun --standalone --nproc_per_node 2 scripts/hello_ddp.py             # two: on GPUs, or else on the CPU
-    accelerate launch --multi_gpu --num_processes 2 scripts/hello_ddp.py      # the same, on the CPU too
+    python scripts/hello_ddp.py  # one process
+    torchrun --standalone --nproc_per_node 2 scripts/hello_ddp.py  # two: on GPUs, or the CPU
+    accelerate launch --multi_gpu --num_processes 2 scripts/hello_ddp.py  # the same, on the CPU too
 
 docs/first-steps.md explains it, line by line.
 """
@@ -59,9 +59,8 @@ def main() -> None:
     if accelerator.is_main_process:  # one process saves and prints
         os.makedirs("runs", exist_ok=True)
         torch.save(line.state_dict(), "runs/hello_ddp.pt")
-        print(
-            f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}, loss {error / TEST:.4f}; processes: {world}"
-        )
+        print(f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}", end=", ")
+        print(f"loss {error / TEST:.4f}; processes: {world}")
         print("next: docs/first-steps.md explains this program, line by line")
     accelerator.end_training()  # leaves the process group
 
@@ -70,7 +69,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(print(__doc__))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count() > 0:
-        sys.exit(
-            "error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …"
-        )
+        hint = "start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …"
+        sys.exit(f"error: more processes than GPUs; {hint}")
     main()

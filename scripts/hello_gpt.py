@@ -1,8 +1,8 @@
 """A GPT-2 trainer in one file, from windows of tokens to checkpoint and resume.
 
-    python scripts/prepare_data.py --config configs/data_stdlib.yaml          # once: the source of Python as tokens
-    python scripts/hello_gpt.py                                               # one process
-    torchrun --standalone --nproc_per_node 2 scripts/hello_gpt.py             # two: on GPUs, or else on the CPU
+    python scripts/prepare_data.py --config configs/data_stdlib.yaml  # once: makes tokens
+    python scripts/hello_gpt.py  # one process
+    torchrun --standalone --nproc_per_node 2 scripts/hello_gpt.py  # two: on GPUs, or the CPU
     accelerate launch --multi_gpu --num_processes 2 --mixed_precision bf16 scripts/hello_gpt.py
 
 Read `main` first. `in earnest` names the module below gpt2_ddp/ that does a part for train_gpt2.py.
@@ -214,13 +214,11 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(print(__doc__))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > GPUS > 0:
-        sys.exit(
-            "error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …"
-        )
+        hint = "start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …"
+        sys.exit(f"error: more processes than GPUs; {hint}")
     if BATCH % (MICRO * int(os.environ.get("WORLD_SIZE", "1"))):
         sys.exit(f"error: these processes cannot share {BATCH} windows equally; start 1, 2 or 4")
     if not (DATA / "manifest.json").exists():
-        sys.exit(
-            f"error: {DATA} is missing; run: python scripts/prepare_data.py --config configs/data_stdlib.yaml"
-        )
+        command = "python scripts/prepare_data.py --config configs/data_stdlib.yaml"
+        sys.exit(f"error: {DATA} is missing; run: {command}")
     main()

@@ -1,7 +1,8 @@
 """Plan a training: memory, time, disk, price and user errors, without starting it.
 
-    python scripts/plan.py --config configs/gpt2_124m.yaml --gpu "H100 80GB HBM3" --gpus 8 --price 2.5
-    torchrun --nproc_per_node 2 scripts/plan.py            # with as many processes as the launcher starts
+    python scripts/plan.py --config configs/gpt2_124m.yaml --gpu "H100 80GB HBM3" --gpus 8 \\
+        --price 2.5
+    torchrun --nproc_per_node 2 scripts/plan.py  # with as many processes as the launcher starts
 
 Replace train_gpt2.py with plan.py in a command; keep the flags. Exit codes: 2 after user errors,
 equal to those of the training; 1 if memory or disk do not suffice. See docs/plan.md.

@@ -1,8 +1,8 @@
 """Prepare data: text to token shards.
 
-    python scripts/prepare_data.py                                                # Python's standard library
+    python scripts/prepare_data.py  # Python's standard library
     python scripts/prepare_data.py --source 'texts/**/*.txt' --output data/texts  # your own text
-    python scripts/prepare_data.py --config configs/data_fineweb_edu_10bt.yaml    # 10 billion tokens from the Hub
+    python scripts/prepare_data.py --config configs/data_fineweb_edu_10bt.yaml  # from the Hub
 
 The same command again keeps prepared data; an interrupted command starts over.
 """

@@ -1,8 +1,8 @@
 """Draw one or several runs: report.html, a single file, and report.png.
 
-python scripts/report.py                                                      # the built-in run
-python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # overlaid, with their differences
-python scripts/report.py --runs runs/a runs/b --output runs/groups.json       # also groups of seeds, for programs
+python scripts/report.py  # the built-in run
+python scripts/report.py --runs runs/a runs/b --output runs/a-against-b  # overlaid
+python scripts/report.py --runs runs/a runs/b --output runs/groups.json  # and groups, as JSON
 """
 
 from gpt2_ddp.config.tools import ReportConfig

@@ -1,6 +1,6 @@
 """Print the state of runs: running, stalled, dead, stopped, completed, failed or diverged.
 
-python scripts/status.py              # all in runs/
+python scripts/status.py  # all in runs/
 python scripts/status.py runs/mine
 """
 

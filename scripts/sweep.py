@@ -1,7 +1,9 @@
 """Train variants of a training with several seeds, as ordinary runs, and compare them.
 
-    python scripts/sweep.py --seeds 1 2 3 --vary optim.muon_lr=0.02,0.03 model.architecture=gpt2,llama
-    python scripts/sweep.py --seeds 1 2 3 --vary optim.lr=3e-4,6e-4 --config configs/gpt2_124m.yaml --dry_run
+    python scripts/sweep.py --seeds 1 2 3 \\
+        --vary optim.muon_lr=0.02,0.03 model.architecture=gpt2,llama
+    python scripts/sweep.py --seeds 1 2 3 --vary optim.lr=3e-4,6e-4 \\
+        --config configs/gpt2_124m.yaml --dry_run
 
 All other flags are those of train_gpt2.py. The same command again resumes what is missing. See
 docs/sweep.md.

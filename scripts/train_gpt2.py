@@ -1,7 +1,7 @@
 """Pretrain a GPT-2.
 
-    python scripts/train_gpt2.py                                               # the built-in corpus, on this machine
-    accelerate launch scripts/train_gpt2.py --config configs/gpt2_124m.yaml    # GPT-2 (124M) on your GPUs
+    python scripts/train_gpt2.py  # the built-in corpus, on this machine
+    accelerate launch scripts/train_gpt2.py --config configs/gpt2_124m.yaml  # GPT-2 (124M) on GPUs
     torchrun --nproc_per_node 8 scripts/train_gpt2.py --config configs/gpt2_124m.yaml
 
 The same command again resumes the run from its newest checkpoint.

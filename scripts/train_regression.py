@@ -1,8 +1,8 @@
 """Linear regression, y = 2x + 3, on any number of processes.
 
-    python scripts/train_regression.py                                        # one process
-    python scripts/train_regression.py --launch.processes 2                   # two, started from Python
-    torchrun --nproc_per_node 2 scripts/train_regression.py                   # two, by torchrun
+    python scripts/train_regression.py                       # one process
+    python scripts/train_regression.py --launch.processes 2  # two, started from Python
+    torchrun --nproc_per_node 2 scripts/train_regression.py  # two, by torchrun
     accelerate launch --multi_gpu --num_processes 2 scripts/train_regression.py
 
 The same command again resumes the run.

@@ -1,7 +1,7 @@
 """Train a small transformer language model made of torch.nn's layers.
 
-    python scripts/train_transformer.py                                       # one process
-    python scripts/train_transformer.py --launch.processes 2                  # two, started from Python
+    python scripts/train_transformer.py                       # one process
+    python scripts/train_transformer.py --launch.processes 2  # two, started from Python
     torchrun --nproc_per_node 2 scripts/train_transformer.py --launch.backend gloo
 
 The same command again resumes the run.

@@ -1,8 +1,8 @@
 """Check that rows, checkpoints, configuration and data of a run are unchanged and agree.
 
-    python scripts/verify_run.py                                                  # the built-in run
-    python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved
-    python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100                # also trains these steps again
+    python scripts/verify_run.py  # the built-in run
+    python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards  # the shards have moved
+    python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100  # also trains these steps again
 
 Exit code: 0 without defects, else 1. docs/verify.md lists the checks and their limits.
 """

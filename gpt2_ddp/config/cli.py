@@ -1,8 +1,8 @@
-"""Configuration from YAML files and the command line: defaults < files, left to right < dotted
-flags.
+"""Configuration from YAML files and the command line. Later ones override earlier ones:
 
-A flag is a key of a section, and its value is that of the same key in YAML. pydantic validates
-both.
+    defaults < preset < --config FILE, from left to right < --optim.lr 3e-4
+
+A flag is a key of a section. Its value is that of the same key in YAML. pydantic validates both.
 """
 
 import difflib
@@ -14,11 +14,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, NamedTuple, TypeVar, cast
 
 import yaml
 from pydantic.fields import FieldInfo
-from yaml.error import MarkedYAMLError
+from yaml.error import Mark, MarkedYAMLError
 from yaml.reader import ReaderError
 
 from gpt2_ddp.config.base import (
@@ -28,6 +28,7 @@ from gpt2_ddp.config.base import (
     OnlyFlag,
     check_name,
     flat,
+    is_list,
     kinds_of,
     leaves,
     nested,
@@ -69,9 +70,8 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         defaults = flat(read_yaml(preset)) if preset else {}
         print(help_text(command, preset, defaults, () if "all" in argv else command.first))
         sys.exit(0)
-    files, flags, mistakes = split_flags(
-        command, [word for word in argv if word != "--print_config"]
-    )
+    words = [word for word in argv if word != "--print_config"]
+    files, flags, mistakes = split_flags(command, words)
     try:
         config = resolve(command, files, flags, default)
     except UserError as error:
@@ -84,25 +84,37 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     return config
 
 
-def split_flags(
-    command: type[Command], argv: Sequence[str]
-) -> tuple[list[str], dict[str, Any], list[str]]:
-    """The files of `--config`; the value of each flag by its name, for pydantic: a text, the list
-    of several words, or true or a `NoValue` without a word; user errors. A flag of a list takes all
-    words up to the next flag, others take one word. `--NAME=WORD` takes that word only. Remaining
-    words are values of the field `command.positional`."""
+class Flags(NamedTuple):
+    """What a command line gives."""
+
+    files: list[str]
+    """Those of `--config`, in order."""
+    values: dict[str, object]
+    """Of each flag by its name, for pydantic: a text; the list of several words; without a word
+    true or a `NoValue`."""
+    mistakes: list[str]
+    """User errors."""
+
+
+def split_flags(command: type[Command], argv: Sequence[str]) -> Flags:
+    """The flags of a command line. A flag of a list takes all words up to the next flag, others
+    take one word. `--NAME=WORD` takes that word only. Remaining words are values of the field
+    `command.positional`."""
     fields = dict(leaves(command))
+    lists = {name for name, field in fields.items() if is_list(field)}
     flags: list[tuple[str, list[str]]] = []
-    others: list[str] = []
-    words = others
-    room = 0
-    before_others = ""
+    others: list[str] = []  # words that no flag takes
+    before_others = ""  # the flag in front of the first of them
+    words: list[str] = []  # of the last flag
+    room = 0  # words that it may still take
     for word in argv:
         if FLAG.match(word):
-            name, is_whole, value = word.removeprefix("--").partition("=")
-            words = [value] if is_whole else []
-            room = 0 if is_whole else len(argv) if _is_list(fields.get(name)) else 1
+            name, equals, value = word.removeprefix("--").partition("=")
+            words = [value] if equals else []
             flags.append((name, words))
+            room = len(argv) if name in lists else 1
+            if equals:
+                room = 0
         elif room:
             words.append(word)
             room -= 1
@@ -111,31 +123,18 @@ def split_flags(
             others.append(word)
     files = [file for name, words in flags if name == CONFIG for file in words or [""]]
     given = {name: words for name, words in flags if name != CONFIG}
-    mistakes = [
-        UserError(
-            f"--{name}",
-            f"given {count} times",
-            f"give it once{', with all values' * _is_list(fields.get(name))}",
-        )
-        for name, count in Counter(name for name, _ in flags).items()
-        if count > 1 and name != CONFIG
-    ]
+    mistakes: list[str] = []
+    for name, count in Counter(name for name, _ in flags).items():
+        if count > 1 and name != CONFIG:
+            hint = "give it once, with all values" if name in lists else "give it once"
+            mistakes += UserError(f"--{name}", f"given {count} times", hint).mistakes
     if others and command.positional and command.positional not in given:
         given[command.positional] = others
     elif others:
-        mistakes.append(
-            UserError(
-                "command line",
-                shlex.join(others),
-                _hint_for_others(others[0], before_others, fields),
-            )
-        )
+        hint = _hint_for_others(others[0], before_others, fields)
+        mistakes += UserError("command line", shlex.join(others), hint).mistakes
     values = {name: _value_of(words, fields.get(name)) for name, words in given.items()}
-    return files, values, [line for mistake in mistakes for line in mistake.mistakes]
-
-
-def _is_list(field: FieldInfo | None) -> bool:
-    return field is not None and get_origin(field.annotation) is tuple
+    return Flags(files, values, mistakes)
 
 
 def _value_of(words: list[str], field: FieldInfo | None) -> object:
@@ -156,11 +155,12 @@ def _hint_for_others(word: str, flag: str, fields: Mapping[str, FieldInfo]) -> s
         return "flags begin with two hyphens, --; this is a longer dash"
     if flag == CONFIG:
         return "--config takes one file; repeat it for others: --config FIRST --config SECOND"
-    if _is_list(fields.get(flag)):
+    if flag not in fields:
+        return "no flag takes it; flags are --NAME VALUE, and --help lists them"
+    if is_list(fields[flag]):
         return f"--{flag}=VALUE takes one value; for several, write --{flag} VALUE VALUE"
-    if flag in fields:
-        return f"--{flag} takes one value; quote blanks, and a wildcard, which the shell replaces by all names: '*.txt'"
-    return "no flag takes it; flags are --NAME VALUE, and --help lists them"
+    hint = "quote blanks, and a wildcard, which the shell replaces by all names: '*.txt'"
+    return f"--{flag} takes one value; {hint}"
 
 
 def resolve(
@@ -172,7 +172,7 @@ def resolve(
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names,
     which override them. `model_fields_set` of its sections has the fields of both, without a
     preset's. Raises: UserError, as `load`."""
-    parts = sections(command)
+    section_names = sections(command).keys()
     contents = [*map(read_yaml, files)]
     for file, content in zip(files, contents, strict=True):
         _check_file(command, file, content)
@@ -185,15 +185,13 @@ def resolve(
         given |= {
             name: value
             for name, value in layer.items()
-            if name not in parts or value not in (None, {})
+            if name not in section_names or value not in (None, {})
         }
-    single = command.model_fields.keys() - parts
-    config = command.model_validate(
-        nested((flat(read_yaml(preset)) if preset else {}) | given, single)
-    )
-    own = nested(given)
-    for name in parts:
-        getattr(config, name).model_fields_set.intersection_update(own.get(name, ()))
+    values = flat(read_yaml(preset)) | given if preset else given
+    config = command.model_validate(nested(values, command.model_fields.keys() - section_names))
+    given_fields = nested(given)
+    for name in section_names:
+        getattr(config, name).model_fields_set.intersection_update(given_fields.get(name, ()))
     if preset and preset != _preset(default, {}):
         print_line(f"note: no --config; the preset for these data is {preset}")
     return config
@@ -202,19 +200,15 @@ def resolve(
 def _check_file(command: type[Command], file: str, content: dict[str, Any]) -> None:
     """Raises: UserError for a file of another command, and for a field that only a flag may turn
     on."""
-    if len(content) > 1 and {key.partition(".")[0] for key in content}.isdisjoint(
-        command.model_fields
-    ):
-        raise UserError("--config", file, other_file(content))
     values = flat(content)
+    keys = {name.partition(".")[0] for name in values}
+    if len(content) > 1 and keys.isdisjoint(command.model_fields):
+        raise UserError("--config", file, other_file(content))
     for name, field in leaves(command):
         is_only_flag = any(isinstance(mark, OnlyFlag) for mark in field.metadata)
         if is_only_flag and values.get(name) not in (None, False):
-            raise UserError(
-                name,
-                values[name],
-                f"is in {file}; a file cannot turn it on: give the flag --{name} true",
-            )
+            hint = f"is in {file}; a file cannot turn it on: give the flag --{name} true"
+            raise UserError(name, values[name], hint)
 
 
 def _preset(default: Default, flags: Mapping[str, Any]) -> str | None:
@@ -243,70 +237,72 @@ class _Loader(yaml.BaseLoader):
     command line, not that of YAML 1.1."""
 
     def fetch_alias(self) -> None:
-        raise MarkedYAMLError(
-            problem="an alias; quote a text that begins with *", problem_mark=self.get_mark()
-        )
+        problem = "an alias; quote a text that begins with *"
+        # types-PyYAML leaves `get_mark` untyped
+        mark = cast(Mark, self.get_mark())  # pyright: ignore[reportUnknownMemberType]
+        raise MarkedYAMLError(problem=problem, problem_mark=mark)
 
-    def construct_scalar(self, node: Any) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:  # noqa: ANN401  as in PyYAML
         text = super().construct_scalar(node)
-        return json.loads(text or "null") if node.style is None and VALUE.fullmatch(text) else text
+        is_quoted = node.style is not None
+        return text if is_quoted or not VALUE.fullmatch(text) else json.loads(text or "null")
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                raise MarkedYAMLError(
-                    problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
-                )
+                problem = f"the key {key.value} is there twice"
+                raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> object:
     """The value of YAML text that anybody may have written. Raises: ValueError, also as
     `check_limits`."""
     try:
         return check_limits(yaml.load(text, _Loader))
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        lines = text.splitlines()
-        shown = (
-            f"; the line is {truncate(lines[mark.line].strip(), 60)}"
-            if mark and mark.line < len(lines)
-            else ""
-        )
-        problem = str(error.problem or error.context)
-        plain = next(
-            (words for beginning, words in YAML_PROBLEMS.items() if problem.startswith(beginning)),
-            problem,
-        )
-        raise ValueError(f"{where}{plain}{shown}") from error
+        raise ValueError(_explain(error, text.splitlines())) from error
     except ReaderError as error:
-        raise ValueError(
-            f"has a character that YAML forbids, at position {error.position}"
-        ) from error
+        hint = f"has a character that YAML forbids, at position {error.position}"
+        raise ValueError(hint) from error
     except yaml.YAMLError as error:
         raise ValueError(error) from error
     except RecursionError as error:
         raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
 
 
+def _explain(error: MarkedYAMLError, lines: Sequence[str]) -> str:
+    """A problem of the YAML text with these lines, in plain words, with its place."""
+    problem = str(error.problem or error.context)
+    for beginning, words in YAML_PROBLEMS.items():
+        if problem.startswith(beginning):
+            problem = words
+            break
+    mark = error.problem_mark or error.context_mark
+    if not mark:
+        return problem
+    problem = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    if mark.line >= len(lines):
+        return problem
+    return f"{problem}; the line is {truncate(lines[mark.line].strip(), 60)}"
+
+
 def _hint_for_file(file: str, error: OSError) -> str:
     """The hint for a file that cannot be read."""
     if os.path.isdir(file):
         inside = os.path.join(file, "config.yaml")
-        return f"is a folder; name a file{f' in it, {inside}' if os.path.isfile(inside) else ''}"
-    if isinstance(error, FileNotFoundError):
-        shipped = {
-            preset.stem: preset.relative_to(PROJECT)
-            for preset in (PROJECT / "configs").rglob("*.yaml")
-        }
-        near = difflib.get_close_matches(Path(file).stem, shipped, n=1)
-        return "there is no such file" + "".join(
-            f"; did you mean {shipped[name]}?" for name in near
-        )
-    return f"cannot be read ({error.strerror or error})"
+        if os.path.isfile(inside):
+            return f"is a folder; name a file in it, {inside}"
+        return "is a folder; name a file"
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot be read ({error.strerror or error})"
+    shipped = {preset.stem: preset for preset in (PROJECT / "configs").rglob("*.yaml")}
+    near = difflib.get_close_matches(Path(file).stem, shipped, n=1)
+    if not near:
+        return "there is no such file"
+    return f"there is no such file; did you mean {shipped[near[0]].relative_to(PROJECT)}?"
 
 
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
@@ -329,4 +325,4 @@ def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
         raise UserError(field, file, f"cannot be read as YAML ({error})") from error
     if not isinstance(values, dict | None):
         raise UserError(field, file, "should contain sections and keys, like `train: {steps: 100}`")
-    return values or {}
+    return cast(dict[str, Any], values or {})

@@ -1,34 +1,30 @@
-"""What few commands need, imported on demand: `--help`, user errors, fields that differ from a
-saved run's."""
+"""The text of `--help`, and the hint for a configuration file of another command."""
 
 import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import Command, kinds_of, leaves, sections
 from gpt2_ddp.config.tools import PrepareConfig
 
-if TYPE_CHECKING:
-    pass
-
 
 def other_file(content: Mapping[str, Any]) -> str:
     """The hint for a file of which no key is a field of the command: it was written for another
     one."""
     if "distributed_type" in content:
-        return (
-            "is a configuration of Accelerate; write `accelerate launch --config_file FILE SCRIPT`"
-        )
+        command = "accelerate launch --config_file FILE SCRIPT"
+        return f"is a configuration of Accelerate; write `{command}`"
     if content.keys() <= PrepareConfig.model_fields.keys():
         return "is a configuration of prepare_data.py, not of this command"
     if {"run_name", "train", "optim"} & content.keys():
         return "is a configuration of a training, not of this command"
-    return f"has no field of this command; its first keys are {', '.join([*content][:4])}; --help lists the fields"
+    keys = ", ".join(map(str, [*content][:4]))
+    return f"has no field of this command; its first keys are {keys}; --help lists the fields"
 
 
 def help_text(
@@ -58,36 +54,36 @@ def help_text(
         if section != before:
             parts += ["", f"{section}: {sections(command)[section].__doc__}"]
             before = section
-        value = defaults.get(name, field.default)
-        text = (
-            " ".join(map(str, value))
-            if isinstance(value, tuple | list)
-            else json.dumps(value).strip('"')
-        )
-        parts.append(
-            _flag_help(
-                f"{name} {_metavar(field)}",
-                f"{field.description or ''} (default: {text or 'none'})",
-            )
-        )
+        default = _as_text(defaults.get(name, field.default)) or "none"
+        text = f"{field.description or ''} (default: {default})"
+        parts.append(_flag_help(f"{name} {_metavar(field)}", text))
     if only:
         parts += ["", f"--help all lists all {len(fields)} flags"]
     return "\n".join(parts)
 
 
+def _as_text(value: object) -> str:
+    """A default value, as in a command."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(str, cast(Sequence[object], value)))
+    return json.dumps(value).strip('"')
+
+
 def _flag_help(flag: str, text: str) -> str:
+    indent = " " * 8
     return f"  --{flag}\n" + textwrap.fill(
-        text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8
+        text, 110, initial_indent=indent, subsequent_indent=indent
     )
 
 
 def _metavar(field: FieldInfo) -> str:
     """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
     words = {str: "TEXT", bool: "true,false", type(None): "null"}
-    names = [
-        kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
-        for kind in kinds_of(field.annotation)
-        if isinstance(kind, type | str)
-    ]
+    names: list[str] = []
+    for kind in kinds_of(field.annotation):
+        if isinstance(kind, str):
+            names.append(kind)
+        elif isinstance(kind, type):
+            names.append(words.get(kind) or kind.__name__.upper())
     text = ",".join(dict.fromkeys(names))
     return f"{{{text}}}" if "," in text else text

@@ -1,7 +1,7 @@
 """Configurations of the small supervised jobs."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -80,13 +80,14 @@ class JobCheckpointConfig(KeepConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_old_name(cls, values: Any) -> Any:
+    def _accept_old_name(cls, values: object) -> object:
         """Configurations of earlier runs have `save_every`."""
-        if isinstance(values, dict) and "save_every" in values and "every" not in values:
-            return {
-                "every" if name == "save_every" else name: value for name, value in values.items()
-            }
-        return values
+        if not isinstance(values, dict):
+            return values
+        saved = cast(dict[str, object], values)
+        if "save_every" not in saved or "every" in saved:
+            return saved
+        return {"every" if name == "save_every" else name: saved[name] for name in saved}
 
 
 class JobTrackingConfig(TrackingConfig):
@@ -109,17 +110,18 @@ class JobConfig(RunConfig):
     tracking: JobTrackingConfig = JobTrackingConfig()
     launch: LaunchConfig = LaunchConfig()
 
-    def may_change(self, name: str, before: Any, step: int) -> bool:
+    @property
+    def backend(self) -> Literal["auto", "nccl", "gloo"]:
+        return self.launch.backend
+
+    def may_change(self, name: str, before: object, step: int) -> bool:
         """Allows a new number of epochs, except with a cosine schedule."""
         return name == "train.epochs" and self.optim.schedule != "cosine"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.train.compile == "blocks":
-            yield (
-                "train.compile",
-                "blocks",
-                "is for GPTs only; use model or off; the default is auto",
-            )
+            hint = "is for GPTs only; use model or off; the default is auto"
+            yield "train.compile", "blocks", hint
 
 
 class RegressionDataConfig(Section):
@@ -209,17 +211,19 @@ class ClassifierConfig(JobConfig):
         yield from super().mistakes()
         images = self.data.images
         if images == (self.model.name == "mlp"):
-            hint = f"is not for data.name {self.data.name}: clusters need mlp, images need lenet or resnet18"
-            yield "model.name", self.model.name, hint
+            hint = f"is not for data.name {self.data.name}"
+            needed = "clusters need mlp, images need lenet or resnet18"
+            yield "model.name", self.model.name, f"{hint}: {needed}"
         if self.data.name == "images" and not self.data.path:
+            hint = "should be the folder of your images; or name a data set on the Hub"
+            yield "data.path", self.data.path, hint
+        if self.data.path and (not images or "/" in self.data.name):
+            hint = f"conflicts with data.name {self.data.name}"
             yield (
                 "data.path",
                 self.data.path,
-                "should be the folder of your images; or name a data set on the Hub",
+                f"{hint}; set data.name to images, or remove data.path",
             )
-        if self.data.path and (not images or "/" in self.data.name):
-            hint = f"conflicts with data.name {self.data.name}; set data.name to images, or remove data.path"
-            yield "data.path", self.data.path, hint
         if self.model.sync_batchnorm and self.model.name != "resnet18":
             hint = f"{self.model.name} has no BatchNorm; use resnet18, or remove the flag"
             yield "model.sync_batchnorm", "true", hint
@@ -274,8 +278,8 @@ class TransformerConfig(JobConfig):
         yield from super().mistakes()
         model = self.model
         if model.n_embd % model.n_head or model.n_embd % 2:
-            hint = f"should be even and a multiple of model.n_head ({model.n_head}), like {2 * model.n_head}"
-            yield "model.n_embd", model.n_embd, hint
+            hint = f"should be even and a multiple of model.n_head ({model.n_head})"
+            yield "model.n_embd", model.n_embd, f"{hint}, like {2 * model.n_head}"
         if self.data.sequences > model.vocab_size:
-            hint = f"should be at most model.vocab_size ({model.vocab_size}): each sequence has its own token"
-            yield "data.sequences", self.data.sequences, hint
+            hint = f"should be at most model.vocab_size ({model.vocab_size})"
+            yield "data.sequences", self.data.sequences, f"{hint}: each sequence has its own token"

@@ -33,8 +33,7 @@ class LoopConfig(Section):
     fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's
-    overlap; auto, with a
-    compiler: model for a GPT on one GPU, blocks on several, else off"""
+    overlap; auto, with a compiler: model for a GPT on one GPU, blocks on several, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False
@@ -122,15 +121,27 @@ class RunConfig(Command):
     def shared(self) -> dict[str, Any]:
         """Fields that must agree on all ranks, by dotted names. For `PER_MACHINE` paths, only their
         presence counts."""
-        found = flat(self.model_dump(mode="json"))
-        return found | {
-            name: "a path" if found[name] else None for name in PER_MACHINE if name in found
-        }
+        fields = flat(self.model_dump(mode="json"))
+        paths = [name for name in PER_MACHINE if name in fields]
+        return fields | {name: "a path" if fields[name] else None for name in paths}
 
-    def get(self, name: str) -> Any:
-        """The field of a dotted name; None in the kinds of runs that lack it."""
-        section, _, field = name.partition(".")
-        return getattr(getattr(self, section, None), field, None)
+    # Fields of some kinds of runs, which override these properties. The other kinds have the value
+    # that is returned here.
+
+    @property
+    def patience(self) -> int | None:
+        """`eval.patience`: evaluations without a new lowest loss that end the run."""
+        return None
+
+    @property
+    def parallel(self) -> Literal["ddp", "fsdp"]:
+        """`launch.parallel`: how processes share the model."""
+        return "ddp"
+
+    @property
+    def backend(self) -> Literal["auto", "nccl", "gloo"]:
+        """`launch.backend`: that of the process group."""
+        return "auto"
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -138,7 +149,7 @@ class RunConfig(Command):
         fast`."""
         return 512, 512
 
-    def may_change(self, name: str, before: Any, step: int) -> bool:
+    def may_change(self, name: str, before: object, step: int) -> bool:
         """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends
         on it."""
         return False

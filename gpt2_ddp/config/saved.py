@@ -1,4 +1,4 @@
-"""The kinds of runs and their configuration classes."""
+"""The kinds of runs, and their configurations as a run or a checkpoint recorded them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,19 +15,17 @@ CONFIGS: dict[str, type[RunConfig]] = {
 }
 
 
-def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
+def read_config(kind: str, saved: dict[str, Any], file: object) -> RunConfig:
     """The configuration of a run, from its config.yaml. Missing fields get defaults, unknown fields
-    are dropped.
-    Raises: UserError, which names the file `place`, for an unknown kind or an invalid value."""
+    are dropped. Raises: UserError, which names `file`, for an unknown kind or an invalid value."""
     if kind not in CONFIGS:
-        hint = f"{place} holds an unknown kind of run; this release supports {', '.join(CONFIGS)}"
+        hint = f"{file} holds an unknown kind of run; this release supports {', '.join(CONFIGS)}"
         raise UserError("kind", kind, hint)
     try:
         return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved))
     except UserError as error:
-        mistakes = [
-            f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes
-        ]
+        hint = "restore the run's original file"
+        mistakes = [f"in {file}: {mistake}; {hint}" for mistake in error.mistakes]
         raise UserError.join(mistakes) from error
 
 
@@ -55,19 +53,19 @@ def differences(
     return [(name, now[name], before[name]) for name in names if now[name] != before[name]]
 
 
-def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> None:
-    """Checks that this configuration can resume a checkpoint with the configuration `saved`: the
+def check_resumable(config: RunConfig, kind: str, saved: dict[str, Any], step: int) -> None:
+    """Checks that this configuration can resume a checkpoint with the configuration `saved`. The
     fields in `kept` must be equal, except as `may_change` allows. Fields missing in `saved` have
     their defaults there. Unknown ones are ignored. Raises: UserError, which names every field that
     differs."""
     if kind != config.kind:
         hint = f"the run folder holds a run of another kind, {kind}; choose another run_name"
         raise UserError("run_name", config.run_name, hint)
-    mistakes = []
+    mistakes: list[str] = []
     for name, now, before in differences(config, saved, config.kept):
         if not config.may_change(name, before, step):
             file = Path(config.output_dir, config.run_name, "config.yaml")
-            hint = f"the run was started with {before}; restore it (--config {file}), or choose another run_name"
-            mistakes += UserError(name, now, hint).mistakes
+            hint = f"the run was started with {before}; restore it (--config {file})"
+            mistakes += UserError(name, now, f"{hint}, or choose another run_name").mistakes
     if mistakes:
         raise UserError.join(mistakes)

@@ -11,10 +11,18 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from gpt2_ddp.config.base import Command, Count, Fraction, OnlyFlag, Text
 
-DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
-TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
-TrustRunCode = Annotated[bool, OnlyFlag(), Field(description=TRUST)]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda", "mps"],
+    Field(description="device to use; auto: the first available of cuda, mps, cpu"),
+]
+TrustRunCode = Annotated[
+    bool,
+    OnlyFlag(),
+    Field(
+        description="execute the class that the run recorded (docs/extend.md), even if it was never"
+        " given on this machine"
+    ),
+]
 Steps = Annotated[
     str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$", title="FROM:TO (like 1000:1100)")
 ]
@@ -100,19 +108,15 @@ class PrepareConfig(Command):
         if self.source_name.startswith("hub:"):
             name = self.source_name.rpartition("/")[2]
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
-        name = common_folder(
-            [before_glob(re.sub(r"^\w+:", "", source)) for source in self.source]
-        ).stem
+        paths = [before_glob(re.sub(r"^\w+:", "", source)) for source in self.source]
+        name = common_folder(paths).stem
         return f"data/{'text' if name in ('', '..') else name}"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """Settings that would have no effect."""
         if self.vocab_size and self.tokenizer != "bpe":
-            yield (
-                "vocab_size",
-                self.vocab_size,
-                "has an effect with --tokenizer bpe only; leave it out",
-            )
+            hint = "has an effect with --tokenizer bpe only; leave it out"
+            yield "vocab_size", self.vocab_size, hint
 
 
 class EvaluateConfig(CheckpointCommand):

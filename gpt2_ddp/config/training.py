@@ -3,7 +3,8 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     Field,
@@ -82,9 +83,7 @@ class DataConfig(Section):
     @property
     def urls(self) -> dict[str, str]:
         """The folders of the copies of sources that are URLs."""
-        if urls := [path for path in self.path if "://" in path]:
-            return {url: local_copy(url) for url in urls}
-        return {}
+        return {path: local_copy(path) for path in self.path if "://" in path}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,11 +181,9 @@ class OptimConfig(ClipConfig):
         schedule."""
         if self.schedule == "constant":
             return math.inf
-        stable = (
-            round((self.decay_steps or 0) * (1 - self.decay_fraction))
-            if self.schedule == "wsd"
-            else 0
-        )
+        if self.schedule == "cosine":
+            return self.warmup_steps
+        stable = round((self.decay_steps or 0) * (1 - self.decay_fraction))
         return max(self.warmup_steps, stable)
 
     def is_over(self, step: int) -> bool:
@@ -197,9 +194,8 @@ class OptimConfig(ClipConfig):
     def may_end_at(self, end: int | None, step: int) -> bool:
         """Whether `decay_steps` may become `end` at this step: no earlier learning rate would
         differ."""
-        return step <= min(
-            self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins
-        )
+        changed = self.model_copy(update={"decay_steps": end})
+        return step <= min(self.decay_begins, changed.decay_begins)
 
 
 class TrainConfig(LoopConfig):
@@ -332,14 +328,23 @@ class TrainingConfig(RunConfig):
         model = self.model.model_dump() | other.model_dump(include=self.inherited)
         return self.model_validate(self.model_dump() | {"model": model})
 
-    def may_change(self, name: str, before: Any, step: int) -> bool:
+    @property
+    def patience(self) -> int | None:
+        return self.eval.patience
+
+    @property
+    def parallel(self) -> Literal["ddp", "fsdp"]:
+        return self.launch.parallel
+
+    def may_change(self, name: str, before: object, step: int) -> bool:
         """Allows inherited fields, a new end of the schedule before the decay begins, and null for
         the saved end."""
         if name.removeprefix("model.") in self.inherited:
             return True
-        return name == "optim.decay_steps" and (
-            self.optim.decay_steps is None or self.optim.may_end_at(before, step)
-        )
+        if name != "optim.decay_steps":
+            return False
+        end = cast(int | None, before)
+        return self.optim.decay_steps is None or self.optim.may_end_at(end, step)
 
     @property
     def block_tokens(self) -> int:
@@ -374,10 +379,8 @@ class TrainingConfig(RunConfig):
     def auto_eval_tokens(self) -> int:
         """Tokens of `eval.tokens: auto`: 6% of the training tokens between two evaluations, at
         least 16 windows."""
-        return (
-            max(round(0.06 * self.eval.every * self.global_batch_windows), 16)
-            * self.model.block_size
-        )
+        windows = round(0.06 * self.eval.every * self.global_batch_windows)
+        return max(windows, 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         optim = self.optim
@@ -386,11 +389,8 @@ class TrainingConfig(RunConfig):
             yield from self._model_mistakes()
         yield from self._length_mistakes()
         if train.branch_from is not None and train.init_from is not None:
-            yield (
-                "train.branch_from",
-                train.branch_from,
-                "excludes train.init_from; remove one of the two",
-            )
+            hint = "excludes train.init_from; remove one of the two"
+            yield "train.branch_from", train.branch_from, hint
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         defaults = OptimConfig()
@@ -399,44 +399,38 @@ class TrainingConfig(RunConfig):
             if name != optim.name and value != getattr(defaults, field):
                 hint = f"is for --optim.name {name} only; add that flag, or remove this one"
                 yield f"optim.{field}", value, hint
-        is_sharded = (
-            self.launch.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        )
-        if self.launch.replicas > 1 and not is_sharded:
+        by_accelerate = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.launch.replicas > 1 and self.parallel != "fsdp" and not by_accelerate:
             hint = "is for --launch.parallel fsdp only; add that flag, or remove this one"
             yield "launch.replicas", self.launch.replicas, hint
         if len(self.data.paths) > 1 or self.data.weights or self.data.phases:
             yield from mixture_mistakes(self)
         if optim.decay_steps is not None and optim.warmup_steps >= optim.decay_steps:
-            yield (
-                "optim.warmup_steps",
-                optim.warmup_steps,
-                f"should be less than optim.decay_steps ({optim.decay_steps})",
-            )
+            hint = f"should be less than optim.decay_steps ({optim.decay_steps})"
+            yield "optim.warmup_steps", optim.warmup_steps, hint
 
     def _length_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the run's length, and of a schedule that does not fit `train.minutes`."""
         optim = self.optim
         train = self.train
-        given = [name for name in self.alternatives if self.get(name) is not None]
+        lengths = {
+            "train.steps": train.steps,
+            "train.epochs": train.epochs,
+            "train.minutes": train.minutes,
+        }
+        given = [name for name, length in lengths.items() if length is not None]
         if not given:
             yield "train.steps", None, "set train.steps, train.epochs or train.minutes"
         elif len(given) > 1:
-            yield given[1], self.get(given[1]), f"{given[0]} is set, too; remove one of the two"
+            yield given[1], lengths[given[1]], f"{given[0]} is set, too; remove one of the two"
         if train.minutes is None:
             return
         if train.branch_from is not None:
-            yield (
-                "train.branch_from",
-                train.branch_from,
-                "a branch has its parent's steps; set train.steps",
-            )
+            hint = "a branch has its parent's steps; set train.steps"
+            yield "train.branch_from", train.branch_from, hint
         if optim.decay_steps is not None:
-            yield (
-                "optim.decay_steps",
-                optim.decay_steps,
-                "the decay ends with train.minutes; remove this field",
-            )
+            hint = "the decay ends with train.minutes; remove this field"
+            yield "optim.decay_steps", optim.decay_steps, hint
         elif optim.decay_begins < FEWEST_WARM_UP:
             hint = f"should be at least {FEWEST_WARM_UP}: train.minutes times steps of the warm-up"
             yield "optim.warmup_steps", optim.warmup_steps, hint
@@ -457,8 +451,9 @@ class TrainingConfig(RunConfig):
         tokens = self.train.global_batch_tokens
         size = self.model.block_size
         if tokens % size or tokens > MOST_ITEMS * size:
-            hint = f"should be a multiple of model.block_size ({size}), up to {MOST_ITEMS:,} times as much"
-            yield "train.global_batch_tokens", tokens, hint
+            hint = f"should be a multiple of model.block_size ({size})"
+            most = f"up to {MOST_ITEMS:,} times as much"
+            yield "train.global_batch_tokens", tokens, f"{hint}, {most}"
 
 
 BUILT_IN = "configs/gpt2_stdlib.yaml"
@@ -485,23 +480,16 @@ MOST_SOURCES = 32
 block."""
 
 
-def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
-    """User errors between the fields of several folders in a `TrainingConfig`, as
-    `Command.mistakes`."""
+def mixture_mistakes(config: TrainingConfig) -> Iterator[tuple[str, object, str]]:
+    """User errors between the fields of several folders, as `Command.mistakes`."""
     data = config.data
     paths = config.data.paths
     if len({os.path.normpath(path) for path in paths}) < len(paths):
-        yield (
-            "data.path",
-            " ".join(paths),
-            "contains a folder twice; name it once and set data.weights",
-        )
+        hint = "contains a folder twice; name it once and set data.weights"
+        yield "data.path", " ".join(paths), hint
     if len(paths) > MOST_SOURCES:
-        yield (
-            "data.path",
-            f"{len(paths)} folders",
-            f"should be at most {MOST_SOURCES}; prepare several as one",
-        )
+        hint = f"should be at most {MOST_SOURCES}; prepare several as one"
+        yield "data.path", f"{len(paths)} folders", hint
     given = {"data.weights": data.weights} if data.weights else {}
     given |= {
         f"data.phases, number {number}": phase.weights
@@ -509,13 +497,11 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
     }
     for field, weights in given.items():
         if len(weights) != len(paths) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-            hint = f"should be {len(paths)} numbers, one for each folder of data.path, each at least 0, not all 0"
-            yield field, " ".join(map(str, weights)), hint
-    for before, phase, begins in zip(
-        [0, *config.phase_begins], data.phases, config.phase_begins, strict=False
-    ):
-        if begins <= before:
-            hint = (
-                f"should begin a block of {config.block_tokens} tokens or more after the last phase"
-            )
+            hint = f"should be {len(paths)} numbers, one for each folder of data.path"
+            yield field, " ".join(map(str, weights)), f"{hint}, each at least 0, not all 0"
+    begins = config.phase_begins
+    for phase, (before, begin) in zip(data.phases, pairwise([0, *begins]), strict=True):
+        if begin <= before:
+            block = config.block_tokens
+            hint = f"should begin a block of {block} tokens or more after the last phase"
             yield "data.phases", phase.at_tokens, hint

@@ -23,14 +23,9 @@ OTHER_RANK_NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 NUMBERS = (
     *("WORLD_SIZE", "RANK", *OTHER_RANK_NAMES, *MPI_SIZES),
-    *(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMI_RANK",
-    ),
-    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
-    "MV2_COMM_WORLD_LOCAL_SIZE",
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
 """Variables that Accelerate reads as numbers, before ranks connect."""
 
@@ -57,9 +52,9 @@ def check_launcher() -> None:
     over in a shell.
 
     Raises:
-        UserError: a number is none; some variables are missing, so the rank could not connect or
-            would wait for ever; no such rank; or mpirun started several processes, which would not
-            connect.
+        UserError: a number is none. Or variables are missing, without which the rank could not
+            connect, or would wait for ever. Or there is no such rank. Or mpirun started several
+            processes, which would not connect.
     """
     for name in NUMBERS:
         launcher_number(name)
@@ -70,9 +65,11 @@ def check_launcher() -> None:
         _check_rank(sizes[0])
         return
     for name in MPI_SIZES:
-        if (size := launcher_number(name)) > 1:
-            hint = f"left over in this shell: `unset {name}`; started by mpirun: use torchrun or `accelerate launch`"
-            raise UserError(name, size, f"starts no ranks here. If {hint} instead")
+        size = launcher_number(name)
+        if size > 1:
+            left_over = f"If left over in this shell: `unset {name}`"
+            started = "started by mpirun: use torchrun or `accelerate launch` instead"
+            raise UserError(name, size, f"starts no ranks here. {left_over}; {started}")
 
 
 def _check_rank(world: int) -> None:
@@ -84,16 +81,16 @@ def _check_rank(world: int) -> None:
     if missing:
         given = [name for name in (*RANK_NAMES, *OTHER_RANK_NAMES) if os.environ.get(name)]
         values = ", ".join(os.environ[name] for name in given)
-        hint = f"describe a rank without {', '.join(missing)}, which launchers set, too. If they are left over in this"
-        raise UserError(", ".join(given), values, f"{hint} shell: `unset {' '.join(given)}`")
-    if not 0 < (port := launcher_number("MASTER_PORT")) < 2**16:
+        problem = f"describe a rank without {', '.join(missing)}, which launchers set, too"
+        hint = f"If they are left over in this shell: `unset {' '.join(given)}`"
+        raise UserError(", ".join(given), values, f"{problem}. {hint}")
+    port = launcher_number("MASTER_PORT")
+    if not 0 < port < 2**16:
         raise UserError("MASTER_PORT", port, f"is not a port; use 1 to {2**16 - 1}")
-    if (rank := launcher_number("RANK")) >= world:
-        raise UserError(
-            "RANK",
-            rank,
-            f"WORLD_SIZE is {world}: ranks are 0 to {world - 1}; correct or unset both",
-        )
+    rank = launcher_number("RANK")
+    if rank >= world:
+        hint = f"WORLD_SIZE is {world}: ranks are 0 to {world - 1}; correct or unset both"
+        raise UserError("RANK", rank, hint)
 
 
 def processes_here() -> int:
@@ -115,9 +112,9 @@ def machines() -> int:
 def elastic_nodes() -> str:
     """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there;
     empty otherwise."""
-    nodes = (
-        launcher_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
-    )
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return ""
+    nodes = launcher_option("nnodes")
     least, _, most = nodes.partition(":")
     return nodes if most not in ("", least) else ""
 
@@ -135,7 +132,7 @@ def launcher_option(name: str) -> str:
 
 def launcher_command() -> list[str]:
     """The command line of this process's parent, in words; empty without one."""
-    import psutil  # here, as `--help` does not need it
+    import psutil  # noqa: PLC0415  --help does not need it
 
     parent = psutil.Process().parent()
     return parent.cmdline() if parent else []
@@ -165,40 +162,39 @@ def stop_code() -> int:
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Number of cores that this process may keep busy, at least 1. It is the minimum of the
-    affinity mask (taskset, Slurm, docker --cpuset-cpus) and the control groups' CPU quota (docker
-    --cpus, Kubernetes, CPUQuota). `hyperthreads` count as cores for text and bytes; they do not
-    speed up matrix products."""
-    import psutil
+    """Number of cores that this process may keep busy, at least 1. It is the lesser of two limits:
+    the affinity mask (taskset, Slurm, docker --cpuset-cpus), and the control groups' CPU quota
+    (docker --cpus, Kubernetes, CPUQuota).
 
-    mask = (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
-    folder = ROOT / "sys/devices/system/cpu"
-    physical = {
-        _read(folder / f"cpu{thread}/topology/core_cpus_list") or str(thread) for thread in mask
-    }
-    cores = (
-        len(mask)
-        if hyperthreads
-        else min(len(physical), psutil.cpu_count(logical=False) or len(mask))
-    )
+    `hyperthreads` count as cores for text and bytes; they do not speed up matrix products."""
+    import psutil  # noqa: PLC0415  --help does not need it
+
+    if hasattr(os, "sched_getaffinity"):
+        mask = os.sched_getaffinity(0)
+    else:  # macOS
+        mask = set(range(os.cpu_count() or 1))
+    cores = len(mask)
+    if not hyperthreads:
+        folder = ROOT / "sys/devices/system/cpu"
+        # the hyperthreads of a core have the same list
+        siblings = {
+            _read(folder / f"cpu{thread}/topology/core_cpus_list") or str(thread) for thread in mask
+        }
+        cores = min(len(siblings), psutil.cpu_count(logical=False) or cores)
     return max(int(min(cores, _quota())), 1)
 
 
 def spare_core(device: str, threads: int) -> bool:
-    """Whether training leaves a core of this machine idle. On a CPU, each process keeps `threads`
-    cores busy; on an accelerator (`device` is not cpu), one."""
+    """Whether training leaves a core of this machine idle, with so many CPU `threads` per process.
+    On an accelerator (`device` is not cpu), a process keeps one core busy."""
     return processes_here() * (threads if device == "cpu" else 1) < usable_cores()
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process may still take: what this machine has, and what the limits
-    of its control groups leave (docker --memory, Kubernetes, Slurm, MemoryMax). Cached files count
-    as free."""
-    import psutil
+    """Bytes of memory that this process may still take. It is the least of the machine's free
+    memory and of what the limits of its control groups leave (docker --memory, Kubernetes, Slurm,
+    MemoryMax). Cached files count as free."""
+    import psutil  # noqa: PLC0415  --help does not need it
 
     free = psutil.virtual_memory().available
     for folder in _control_groups():
@@ -221,9 +217,9 @@ def _quota() -> float:
 def _control_groups() -> list[Path]:
     """Folders of this process's control group (version 2) and of every group above."""
     mount = ROOT / "sys/fs/cgroup"
-    found = re.search("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE)
+    line = re.search("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE)
     # in a container it may be absent: there, the mount is the group itself
-    group = Path(found[1] if found else "")
+    group = Path(line[1] if line else "")
     return [mount / folder for folder in (group, *group.parents)]
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,35 @@ from gpt2_ddp.distributed.peers import connect
 from gpt2_ddp.distributed.ranks import COLLECTIVE, let_wait
 from gpt2_ddp.errors import UserError
 
-USE_TORCHRUN = "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
+USE_TORCHRUN = (
+    "use `torchrun --nproc_per_node {n} SCRIPT` or"
+    " `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
+)
+
+
+class UnusedOption(NamedTuple):
+    """An option of Accelerate's launcher that only its plugins read."""
+
+    harmless: tuple[str, ...]  # values that ask for nothing
+    hint: str  # what to set instead
+
 
 UNUSED_OPTIONS = {
-    "gradient_accumulation_steps": (
+    "gradient_accumulation_steps": UnusedOption(
         ("1", "auto"),
-        "set --train.global_batch_tokens and --train.micro_batch_size, from which the accumulation follows",
+        "set --train.global_batch_tokens and --train.micro_batch_size,"
+        " from which the accumulation follows",
     ),
-    "gradient_clipping": (("auto", "none"), "set --optim.grad_clip"),
+    "gradient_clipping": UnusedOption(("auto", "none"), "set --optim.grad_clip"),
 }
-"""Options of Accelerate's launcher that only its plugins read: values that ask for nothing, and
-what to set instead."""
+UNUSED_PLUGINS = (
+    "USE_FSDP",
+    "USE_DEEPSPEED",
+    "USE_MEGATRON_LM",
+    "DYNAMO_BACKEND",
+    "USE_PARALLELISM_CONFIG",
+)
+"""Variables ACCELERATE_... of plugins that a training here does not use."""
 
 
 def start_run(config: RunConfig) -> PartialState:
@@ -55,15 +73,17 @@ def start_run(config: RunConfig) -> PartialState:
     train = config.train
     for name in config.tracking.log_with:
         if find_spec(name) is None:
-            raise UserError(
-                "tracking.log_with", name, f"is not installed; `pip install {name}`, or remove it"
-            )
+            hint = f"is not installed; `pip install {name}`, or remove it"
+            raise UserError("tracking.log_with", name, hint)
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    backend = config.get("launch.backend") or "auto"
     start = partial(
-        connect_processes, train.device, train.mixed_precision, section="train.", backend=backend
+        connect_processes,
+        train.device,
+        train.mixed_precision,
+        section="train.",
+        backend=config.backend,
     )
     if world_size() == 1:
         processes = start()
@@ -129,9 +149,10 @@ def connect_processes(
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
-    device_of_accelerate: Any = processes.device
+    device_of_accelerate = cast(torch.device, processes.device)
     if device_of_accelerate.type != target.type:
-        hint = f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}; unset the variable, or choose its device"
+        problem = f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}"
+        hint = f"{problem}; unset the variable, or choose its device"
         raise UserError(f"{section}device", device_of_accelerate, hint)
     return processes
 
@@ -178,13 +199,13 @@ def pick_device(name: str, section: str = "") -> torch.device:
     if name == "auto":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
         if not available["cuda"] and visible and any(Path("/dev").glob("nvidia[0-9]*")):
-            hint = "an NVIDIA device is present but CUDA cannot use it; check the driver and torch's build"
-            raise UserError(field, "auto", f"{hint} ({torch.__version__}), or say --{field} cpu")
+            problem = "an NVIDIA device is present but CUDA cannot use it"
+            hint = f"check the driver and torch's build ({torch.__version__}), or say --{field} cpu"
+            raise UserError(field, "auto", f"{problem}; {hint}")
         name = next(kind for kind, is_available in available.items() if is_available)
     if not available.get(name):
-        raise UserError(
-            field, name, f"is not available in torch {torch.__version__} here; use auto or cpu"
-        )
+        hint = f"is not available in torch {torch.__version__} here; use auto or cpu"
+        raise UserError(field, name, hint)
     return torch.device(name)
 
 
@@ -192,7 +213,8 @@ def processes_asked_for() -> int:
     """Number of processes that the user requested from the launcher, as far as known; at least 1.
     Raises UserError: a launcher's variable is not a number."""
     env = os.environ
-    asked = [*map(launcher_number, ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
+    sizes = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    asked = [*map(launcher_number, sizes)]
     # Kubeflow; torchrun reads PET_*, accelerate does not
     per_node = env.get("PET_NPROC_PER_NODE", "")
     asked.append(launcher_number("PET_NNODES") * (int(per_node) if per_node.isdecimal() else 1))
@@ -216,7 +238,7 @@ def _accelerate_file() -> dict[str, Any]:
     if not file or not Path(file).is_file():
         return {}
     answers = yaml.safe_load(Path(file).read_text(encoding="utf-8"))  # JSON is YAML
-    return answers if isinstance(answers, dict) else {}
+    return cast(dict[str, Any], answers) if isinstance(answers, dict) else {}
 
 
 def _check_environment(target: torch.device, backend: str) -> None:
@@ -226,21 +248,14 @@ def _check_environment(target: torch.device, backend: str) -> None:
         hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
         raise UserError("processes", processes_here(), hint)
     if backend == "nccl" and target.type != "cuda":
-        raise UserError(
-            "launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto"
-        )
-    for plugin in (
-        "USE_FSDP",
-        "USE_DEEPSPEED",
-        "USE_MEGATRON_LM",
-        "DYNAMO_BACKEND",
-        "USE_PARALLELISM_CONFIG",
-    ):
+        hint = f"needs CUDA devices, not {target.type}; use gloo or auto"
+        raise UserError("launch.backend", "nccl", hint)
+    for plugin in UNUSED_PLUGINS:
         value = os.environ.get(f"ACCELERATE_{plugin}", "").lower()
         if value not in ("", "no", "false"):
             hint = "this training does not use it; answer no in `accelerate config`"
             raise UserError(f"ACCELERATE_{plugin}", value, hint)
-    for option, (nothing, hint) in UNUSED_OPTIONS.items():
+    for option, (harmless, hint) in UNUSED_OPTIONS.items():
         variable = f"ACCELERATE_{option.upper()}"
         if variable in os.environ:
             name = variable
@@ -248,7 +263,7 @@ def _check_environment(target: torch.device, backend: str) -> None:
         else:
             name = f"--{option}"
             value = launcher_option(option.replace("_", ".")) if under_launcher() else ""
-        if value not in ("", *nothing):
+        if value not in ("", *harmless):
             raise UserError(name, value, f"of `accelerate launch` changes nothing here; {hint}")
 
 
@@ -257,16 +272,14 @@ def pick_precision(name: str, target: torch.device, section: str = "") -> str:
     that have it. `fast`: bf16 on these GPUs; on CPUs it stays `fast`, which `distributed.precision`
     replaces. Raises UserError if it is not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
-    fast = "fast" if target.type == "cpu" else on_gpu
-    precision = {"fast": fast, "auto": os.environ.get("ACCELERATE_MIXED_PRECISION", on_gpu)}.get(
-        name, name
-    )
+    precision = name
+    if name == "auto":
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", on_gpu)
+    elif name == "fast" and target.type != "cpu":
+        precision = on_gpu
     if precision == "fp16" and target.type != "cuda":
-        raise UserError(
-            f"{section}mixed_precision",
-            "fp16",
-            f"needs a CUDA device, not {target.type}; use bf16 or no",
-        )
+        hint = f"needs a CUDA device, not {target.type}; use bf16 or no"
+        raise UserError(f"{section}mixed_precision", "fp16", hint)
     if precision not in ("no", "bf16", "fp16", "fast"):
         raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     return precision

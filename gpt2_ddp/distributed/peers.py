@@ -1,9 +1,12 @@
 """Several ranks: they connect in time, and a watchdog reports one that died, failed or stalled, and
 ends all processes.
 
-Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 judges all ranks, the
-others judge rank 0. A verdict ends a process even while its main thread is inside a collective.
-Imported with more than one process.
+    each rank, twice a second  ──Heartbeat──▶  rendezvous store  ──▶  rank 0 judges all ranks,
+                                                                      the others judge rank 0
+    each rank ends itself      ◀──Verdict────  rendezvous store  ◀──  the first that has one
+
+A verdict ends a process even while its main thread is inside a collective. Imported with more than
+one process.
 """
 
 import json
@@ -16,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -50,9 +54,10 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
     rank, if they do not connect within `patience` seconds (None: CONNECTING)."""
     seconds = max(patience or CONNECTING, LEAST_CONNECTING)
     connected = threading.Event()
-    threading.Thread(
+    watching = threading.Thread(
         target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True
-    ).start()
+    )
+    watching.start()
     try:
         return start(timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -73,34 +78,27 @@ def _watch_connecting(connected: threading.Event, seconds: float) -> None:
     each time for its whole timeout."""
     if not connected.wait(PATIENT):
         variables = ", ".join(f"{name} {os.environ.get(name)}" for name in RANK_NAMES)
-        print(
-            f"note: this rank waits for all others to connect ({variables})",
-            file=sys.stderr,
-            flush=True,
-        )
+        note = f"note: this rank waits for all others to connect ({variables})"
+        print(note, file=sys.stderr, flush=True)
     if not connected.wait(seconds + AFTERMATH - PATIENT):
-        print(
-            f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}",
-            file=sys.stderr,
-        )
+        reason = f"one of them has not answered within {seconds:.0f} s"
+        print(f"error: {_not_connected(reason)}", file=sys.stderr)
         os._exit(2)
 
 
 def _not_connected(reason: str) -> UserError:
-    here = (
-        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others"
-    )
-    hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
-    return UserError(
-        "processes", world_size(), f"{here} ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs"
-    )
+    rank = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}"
+    problem = f"{rank} cannot connect to the others ({reason[-100:]})"
+    interface = "name the interface that joins them in GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME"
+    hint = f"open all ports between the machines, and {interface} for GPUs"
+    return UserError("processes", world_size(), f"{problem}; {hint}")
 
 
 def _is_of_collective(error: BaseException) -> bool:
     """Whether a collective or a connection failed; gloo has no error class."""
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    )
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
 
 
 class Observed(NamedTuple):
@@ -116,35 +114,35 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
     last heartbeat is old. With `silence_only`, only ranks that failed, ended or send no heartbeats
     are judged.
     """
-    running = [one for one in seen if one.beat.end not in ("left", "stopped")]
-    ends = {one.beat.end for one in running}
+    running = [observed for observed in seen if observed.beat.end not in ("left", "stopped")]
+    ends = {observed.beat.end for observed in running}
     if ends & {"failed", "refused"}:  # other ranks lost their collective because of it
         return _judge_errors(running)
     limit = min(max(patience, SILENCE), AFTERMATH if "lost" in ends else math.inf)
-    lines = []
-    stuck = []
+    lines: list[str] = []
+    stuck: list[Process] = []
     for beat, silent in running:
+        stage = f"last stage: {beat.place}"
         if silent > GRACE and beat.process.is_gone:
-            lines.append(
-                f"{beat.name}: ended without an error message; last stage: {beat.place}; was it killed?"
-            )
+            lines.append(f"{beat.name}: ended without an error message; {stage}; was it killed?")
         elif silent > limit:
-            last = f"last stage: {beat.place}\n{beat.stack}".rstrip()
-            lines.append(f"{beat.name}: no heartbeat for {silent:.0f} s; {last}")
+            stage = f"{stage}\n{beat.stack}".rstrip()
+            lines.append(f"{beat.name}: no heartbeat for {silent:.0f} s; {stage}")
             stuck.append(beat.process)
-    if (
-        not lines
-        and not silence_only
-        and "lost" not in ends
-        and all(one.silent <= GRACE for one in running)
-    ):
-        places = [[one.beat.step, *one.beat.progress] for one in running]
-        behind = [
-            one.beat for one, place in zip(running, places, strict=True) if place == min(places)
-        ]
-        if all(beat.idle > beat.limit for beat in behind):
-            lines = [beat.stall for beat in behind]
+    is_current = all(observed.silent <= GRACE for observed in running)
+    if not lines and not silence_only and "lost" not in ends and is_current:
+        lines = _judge_progress([observed.beat for observed in running])
     return Verdict("\n".join(lines), stuck) if lines else None
+
+
+def _judge_progress(beats: Sequence[Heartbeat]) -> list[str]:
+    """What is said of the ranks that are furthest behind, if they have all exceeded their limits.
+    The others wait for them in a collective, so their own idle time is no fault."""
+    places = [[beat.step, *beat.progress] for beat in beats]
+    behind = [beat for beat, place in zip(beats, places, strict=True) if place == min(places)]
+    if all(beat.idle > beat.limit for beat in behind):
+        return [beat.stall for beat in behind]
+    return []
 
 
 def _judge_errors(seen: Sequence[Observed]) -> Verdict | None:
@@ -185,23 +183,26 @@ class PeerWatchdog(Watchdog):
         others = range(1, world) if rank == 0 else [0]
         # with their times on `_clock`
         self.seen = {other: (Heartbeat(unknown, other), 0.0) for other in others}
-        self.how_ended = self.error = ""
+        self.how_ended = ""  # as `Heartbeat.end`
+        self.error = ""
         self.verdict: Verdict | None = None
         self._proposal: Verdict | None = None
-        self.is_cut_off = self._is_done = self._has_refused = False
-        self._sent, self._wake = Heartbeat(unknown, rank), threading.Event()
+        self.is_cut_off = False  # from the launcher's store, which has ended
+        self._is_done = False
+        self._has_refused = False
+        self._sent = Heartbeat(unknown, rank)
+        self._wake = threading.Event()
         # the process that serves the store; 0 for a store of rank 0
-        self._launcher = (
-            os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        )
+        is_served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._launcher = os.getppid() if is_served_by_launcher else 0
         everyone: Any = dist.group.WORLD
         # a reference: on rank 0 it may be the server
         self._base_store: Any = store or everyone.get_group_store()
-        own = self._base_store.clone()  # a store serves one call at a time
-        self._store = PrefixStore(f"watch/{next(self._number)}", own)
+        clone = self._base_store.clone()  # a store serves one call at a time
+        self._store = PrefixStore(f"watch/{next(self._number)}", clone)
         super().__init__(patience, exit_code, rank)
         self._exchange = self._start(self._exchange_loop)
-        before_forced_end(lambda: self.end("stopped"))
+        before_forced_end(partial(self.end, "stopped"))
 
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks. An error of a collective follows the
@@ -226,14 +227,17 @@ class PeerWatchdog(Watchdog):
         self._has_refused = True
         self._record(message, True)
         self.end("refused", message)
-        if self._rank:
-            self._wait(
-                lambda: self.verdict or self.seen[0][0].end not in ("", "lost"), 2 * AFTERMATH
-            )
-            main = self.seen[0][0]
-            if (main.end, main.error) != ("refused", message):
-                print_own(error)
-            self.end("left")
+        if self._rank == 0:
+            return
+
+        def has_answer() -> bool:
+            return self.verdict is not None or self.seen[0][0].end not in ("", "lost")
+
+        self._wait(has_answer, 2 * AFTERMATH)
+        main = self.seen[0][0]
+        if (main.end, main.error) != ("refused", message):
+            print_own(error)
+        self.end("left")
 
     def end(self, how: str, error: str = "") -> None:
         """Sends the end of this rank, and its error, to the other ranks. For any thread."""
@@ -245,8 +249,12 @@ class PeerWatchdog(Watchdog):
         """Ends the watchdog. Rank 0, which may serve the store, waits some seconds for the others
         to leave or fail."""
         self.ended.set()
-        ended = lambda: all(beat.end not in ("", "lost") for beat, _ in self.seen.values())  # noqa: E731
-        self._wait(lambda: self._sent.end and (self._rank or ended()), AFTERMATH)
+
+        def may_end() -> bool:
+            others_ended = all(beat.end not in ("", "lost") for beat, _ in self.seen.values())
+            return self._sent.end != "" and (self._rank > 0 or others_ended)
+
+        self._wait(may_end, AFTERMATH)
         self._is_done = True
         self._wake.set()
         super().close()
@@ -270,35 +278,38 @@ class PeerWatchdog(Watchdog):
                 sent = self.outgoing()
                 self._exchange_once(sent)
                 self._sent = sent
-                if self._rank and (
-                    sent.end == "left" or sent.end == self.seen[0][0].end == "stopped"
-                ):
-                    # rank 0 may end, with the store, and a further call would print a C++ stack
-                    break
+                if self._rank:
+                    main = self.seen[0][0]
+                    if sent.end == "left" or sent.end == main.end == "stopped":
+                        # rank 0 may end, with the store, and a further call would print a C++ stack
+                        break
                 self._wake.wait(2 * HEARTBEAT_INTERVAL)
                 self._wake.clear()
-        except (
-            dist.DistError
-        ):  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
+        except dist.DistError:
+            # For good. A store of rank 0 ends with rank 0, and a launcher's may end by itself. Then
+            # nobody judges live ranks any more: collectives get their usual timeout again.
             self.is_cut_off = self._launcher > 0
-            for group in WATCHED if self.is_cut_off else ():  # nobody judges live ranks any more
-                group.set_timeout(COLLECTIVE)
+            if self.is_cut_off:
+                for group in WATCHED:
+                    group.set_timeout(COLLECTIVE)
 
     def _exchange_once(self, outgoing: Heartbeat) -> None:
         """Reads the verdict and the others' heartbeats, and writes this rank's, after which rank 0
         may end."""
         if self._proposal:
             self._store.compare_set("verdict", "", json.dumps(self._proposal))
-        verdict, *beats = self._store.multi_get(
-            ["verdict", *(f"signs/{rank}" for rank in self.seen)]
-        )
+        keys = ["verdict", *(f"signs/{rank}" for rank in self.seen)]
+        verdict, *beats = self._store.multi_get(keys)
         for rank, data in zip(self.seen, beats, strict=True):
-            process, *rest = json.loads(data or "[[]]")
-            if rest and (beat := Heartbeat(Process(*process), *rest)) != self.seen[rank][0]:
+            if not data:  # none yet
+                continue
+            process, *fields = json.loads(data)
+            beat = Heartbeat(Process(*process), *fields)
+            if beat != self.seen[rank][0]:
                 self.seen[rank] = beat, self._clock
         if verdict:
-            reason, stuck, *rest = json.loads(verdict)
-            self.verdict = Verdict(reason, [Process(*process) for process in stuck], *rest)
+            reason, stuck, *fields = json.loads(verdict)
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck], *fields)
         self._store.set(f"signs/{self._rank}", json.dumps(outgoing))
 
     def outgoing(self) -> Heartbeat:
@@ -306,9 +317,10 @@ class PeerWatchdog(Watchdog):
         beat = self.beat
         if self.count != self._seen_count:
             beat = beat._replace(stage=self.stage, step=self.step, idle=0.0)
-        return beat._replace(
-            end=self.how_ended or ("left" if self.ended.is_set() else ""), error=self.error
-        )
+        end = self.how_ended
+        if not end and self.ended.is_set():
+            end = "left"
+        return beat._replace(end=end, error=self.error)
 
     def _observe(self) -> None:
         # silence counts once a collective has failed
@@ -317,7 +329,7 @@ class PeerWatchdog(Watchdog):
         super()._observe()
 
     def _collectives(self) -> int:
-        """It alone tells a rank stalled in a backward pass from waiting ones."""
+        """It alone distinguishes a rank that stalled in a backward pass from ranks that wait."""
         try:
             return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore  # torch has no public one
         except (AttributeError, RuntimeError):  # it may change; or the group has ended
@@ -326,9 +338,8 @@ class PeerWatchdog(Watchdog):
     def _judge(self) -> Verdict | None:
         if self._has_refused:  # the main thread ends this process
             return None
-        if self.how_ended in ("", "lost") and any(
-            beat.end == "stopped" for beat, _ in self.seen.values()
-        ):
+        others_stopped = any(beat.end == "stopped" for beat, _ in self.seen.values())
+        if others_stopped and self.how_ended in ("", "lost"):
             self.end("stopped")  # of rank 0, to the others
             os.kill(os.getpid(), signal.SIGTERM)
         self._wake.set()
@@ -336,19 +347,24 @@ class PeerWatchdog(Watchdog):
         beat = self.outgoing()
         # each rank waits longer than the rank below it, so that only one reports
         patience = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(rank, 8)
-        seen = [Observed(beat._replace(idle=beat.idle - GRACE) if rank else beat, 0.0)]
-        seen += [
-            Observed(other, self._clock - max(at, self._awake_since))
-            for other, at in self.seen.values()
-        ]
+        if rank:
+            beat = beat._replace(idle=beat.idle - GRACE)
+        seen = [Observed(beat, 0.0)]
+        for other, at in self.seen.values():
+            seen.append(Observed(other, self._clock - max(at, self._awake_since)))
         return self.verdict or judge(seen, patience, silence_only=rank > 0)
 
     def _end(self, verdict: Verdict) -> None:
-        self._proposal = verdict._replace(by=self._rank) if verdict.exit_code is None else verdict
+        # The first proposal in the store counts, so that all ranks end by the same verdict, and one
+        # of them prints it.
+        is_user_error = verdict.exit_code is not None
+        self._proposal = verdict if is_user_error else verdict._replace(by=self._rank)
         self._wait(lambda: self.verdict)
-        # without the store of rank 0, the first rank of this machine reports
-        first = max(self._rank - int(os.environ.get("LOCAL_RANK", "0")), 1)
-        final = self.verdict or (verdict if verdict.exit_code else verdict._replace(by=first))
+        if not is_user_error:
+            # without the store of rank 0, the first rank of this machine reports
+            first = max(self._rank - int(os.environ.get("LOCAL_RANK", "0")), 1)
+            verdict = verdict._replace(by=first)
+        final = self.verdict or verdict
         if final.exit_code is not None:
             self._await_report(final)
         super()._end(final)

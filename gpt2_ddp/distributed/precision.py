@@ -5,13 +5,16 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import on_main
+
+C = TypeVar("C", bound=RunConfig)
 
 ROWS = 256
 WIDEST = 384
@@ -23,7 +26,7 @@ MARGIN = 1.1
 """How much faster bf16 has to be: nearer ones differ by noise, and fp32 is more accurate."""
 
 
-def settle_fast(config: Any, device: torch.device, before: str = "") -> Any:
+def settle_fast(config: C, device: torch.device, before: str = "") -> C:
     """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed
     run, or else `bf16` if it is clearly faster. Collective: the main process measures."""
     precision = before if before in ("no", "bf16") else pick_precision("fast", device)

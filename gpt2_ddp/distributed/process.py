@@ -11,27 +11,23 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_ddp.distributed.environment import STOPPED, machines
 from gpt2_ddp.distributed.signals import Stopped, has_signal
 from gpt2_ddp.distributed.streams import CLOSED, OutputLost
 from gpt2_ddp.errors import UserError, is_main_process
 
+if TYPE_CHECKING:
+    import psutil
+
 POLL_SECONDS = 0.5
 CHILD = "GPT2_DDP_CHILD"  # environment variable of what `start_module` started
 LAUNCHERS = (
-    "RANK",
-    "WORLD_",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "ACCELERATE_",
-    "TORCHELASTIC_",
-    "PET_",
+    *("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
+    *("ACCELERATE_", "TORCHELASTIC_", "PET_"),
+    *("OMPI_", "PMI_", "MPI_LOCAL", "MV2_"),
 )
-LAUNCHERS += ("OMPI_", "PMI_", "MPI_LOCAL", "MV2_")
 """Prefixes of the environment variables by which launchers describe a rank."""
 
 
@@ -67,9 +63,8 @@ def this_process() -> Process:
 @cache
 def _machine() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
@@ -84,27 +79,28 @@ def _started(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
-def main_process_here() -> Any:
+def main_process_here() -> "psutil.Process | None":
     """The main process (rank 0) of this rank's world, as a psutil.Process; None if it has ended,
     was started on another machine or by another launcher, or is this process."""
     if is_main_process():
         return None
-    import psutil  # here, as `--help` does not need it
+    import psutil  # noqa: PLC0415  --help does not need it
 
     mine = {name: os.environ.get(name) for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     with suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error):  # it has ended
                 theirs = process.environ()
-                if theirs.get("RANK") == "0" and mine == {name: theirs.get(name) for name in mine}:
+                is_of_this_world = mine == {name: theirs.get(name) for name in mine}
+                if theirs.get("RANK") == "0" and is_of_this_world:
                     return process
     return None
 
 
-def wait_for_end(process: Any, seconds: float) -> bool:
-    """Waits for the end of a psutil.Process, which is no child, for so many seconds at most.
-    Returns whether it has ended."""
-    import psutil  # here, as `--help` does not need it
+def wait_for_end(process: "psutil.Process", seconds: float) -> bool:
+    """Waits for the end of a process, which is no child, for so many seconds at most. Returns
+    whether it has ended."""
+    import psutil  # noqa: PLC0415  --help does not need it
 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -140,9 +136,16 @@ def end_with_parent(number: int) -> None:
     threading.Thread(target=signal_at_end, name="end with parent", daemon=True).start()
 
 
-def start_module(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+def start_module(
+    module: str,
+    *arguments: str,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> subprocess.Popen[str]:
     """Starts `python -m MODULE` in a process group of its own and without a rank. `gpt2_ddp` runs a
-    script, whose name is the first argument. The working folder's modules are not imported."""
+    script, whose name is the first argument. The working folder's modules are not imported. The
+    streams are as for Popen."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
     }
@@ -150,11 +153,20 @@ def start_module(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen
     command = [sys.executable, "-P", "-m", module, *arguments]
     # that of the child's streams
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or None
-    text = {"encoding": encoding, "errors": "replace"}
-    return subprocess.Popen(command, env=environment, process_group=0, text=True, **text, **pipes)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        process_group=0,
+        text=True,
+        encoding=encoding,
+        errors="replace",
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+    )
 
 
-def run_module(module: str, *arguments: str, **pipes: Any) -> None:
+def run_module(module: str, *arguments: str, stdout: int | None = None) -> None:
     """Runs `python -m MODULE`, as `start_module`. It ends with this process.
 
     Raises:
@@ -164,7 +176,7 @@ def run_module(module: str, *arguments: str, **pipes: Any) -> None:
         CalledProcessError: the module crashed, with a traceback on stderr.
     """
     mistakes: list[str] = []
-    with start_module(module, *arguments, stderr=subprocess.PIPE, **pipes) as process:
+    with start_module(module, *arguments, stdout=stdout, stderr=subprocess.PIPE) as process:
         try:
             assert process.stderr
             for line in process.stderr:

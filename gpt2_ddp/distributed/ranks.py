@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -22,17 +22,17 @@ CONTROL = "control"  # description of the control group
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives where no watchdog runs
 # timeout of collectives that a watchdog ends earlier, and of work of unknown length
 LONGEST = timedelta(days=7)
-WATCHED: WeakSet[Any] = WeakSet()
+WATCHED: WeakSet[dist.ProcessGroup] = WeakSet()
 """The groups of processes whose collectives the watchdog ends if a rank is late."""
 
 
-def let_wait(group: Any) -> Any:
+def let_wait(group: object) -> dist.ProcessGroup:
     """The group, once it is connected: from now on, its collectives may take `LONGEST`. Others'
     have no ranks here."""
     if isinstance(group, dist.ProcessGroup):
         group.set_timeout(LONGEST)
         WATCHED.add(group)
-    return group
+    return cast(dist.ProcessGroup, group)
 
 
 def has_others() -> bool:
@@ -91,9 +91,9 @@ def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T
     this rank alone. Raises, on every rank of the group, any rank's first UserError."""
     if not group:
         return [function()]
-    own = _attempt(function)
-    outcomes = [own] * group.size()
-    dist.all_gather_object(outcomes, own, group=group)
+    outcome = _attempt(function)
+    outcomes = [outcome] * group.size()
+    dist.all_gather_object(outcomes, outcome, group=group)
     _raise_on_every_rank([error for _, error in outcomes])
     return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 

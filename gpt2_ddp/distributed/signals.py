@@ -1,11 +1,16 @@
 """SIGTERM, SIGINT, SIGUSR1 and SIGHUP: handlers of stop requests, from a script's start to its end.
 No torch.
 
-SIGHUP, of a terminal that closes, stays ignored where it is ignored at the start, as under nohup.
+    signal ─▶ _on_signal   in the main thread, once that runs Python again:
+          │                the training's handler, or else Stopped is raised
+          └─▶ _listen      in a thread, at once, by Python's wake-up pipe:
+                           reports the signal; after 2 s ends a process without a handler
 
 A training installs its own handler (`install_handlers`). At any other time there is nothing to
 save, so the signal ends the process: by an exception, or by force if the main thread runs no
 Python, as in a collective that waits for a rank.
+
+SIGHUP, of a terminal that closes, stays ignored where it is ignored at the start, as under nohup.
 """
 
 import atexit
@@ -14,10 +19,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from gpt2_ddp.distributed.environment import stop_code, world_size
 
@@ -36,21 +41,28 @@ class Stopped(BaseException):
     BaseException: no failure."""
 
 
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass
 class SignalState:
-    active = False  # inside `exit_on_signal`
-    first = ""  # name of the first signal
-    first_at = 0.0  # its time on the monotonic clock
+    """What handlers, threads and exit handlers of this process share."""
+
+    active: bool = False  # inside `exit_on_signal`
+    first: str = ""  # name of the first signal
+    first_at: float = 0.0  # its time on the monotonic clock
     handler: Handler | None = None  # installed handler; None: a first signal ends the process
-    had_handler = False  # whether a handler was ever installed
-    exit_code = 1  # of a rank
-    announce: Callable[[], object] = staticmethod(lambda: None)  # called before a forced end
+    had_handler: bool = False  # whether a handler was ever installed
+    exit_code: int = 1  # of a rank
+    announce: Callable[[], object] = _do_nothing  # called before a forced end
 
 
 _state = SignalState()
 
 
 @contextmanager
-def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
+def exit_on_signal(print_line: Callable[[str], None]) -> Generator[None]:
     """Ends the process, with one line by `print_line`, on a signal without an installed handler.
     For the main thread.
 
@@ -78,6 +90,7 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
             yield
             _state.exit_code = 0
         except SystemExit as end:
+            # as Python's own: a text, which it prints, is a failure
             _state.exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
             raise
         except RuntimeError:
@@ -109,7 +122,7 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     the main thread. If `last`, signals are ignored afterwards. A SIGINT that follows another
     signal, and is no echo of it, raises KeyboardInterrupt at any time."""
     if threading.current_thread() is not threading.main_thread():
-        return lambda: None
+        return _do_nothing  # Python allows it in the main thread only
     _state.first = ""
     handler_before = _state.handler
     _state.handler = handler
@@ -117,10 +130,14 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     restore = _set_handlers()
 
     def uninstall() -> None:
-        _state.handler = (lambda *_: None) if last else handler_before
+        _state.handler = _ignore if last else handler_before
         restore()
 
     return uninstall
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handles a signal after which the process ends anyway."""
 
 
 def before_forced_end(announce: Callable[[], object]) -> None:
@@ -138,7 +155,8 @@ def has_signal() -> bool:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     is_first = not _state.first
     if is_first:
-        _state.first, _state.first_at = signal.Signals(number).name, time.monotonic()
+        _state.first = signal.Signals(number).name
+        _state.first_at = time.monotonic()
     if _state.handler is not None:
         _state.handler(number, frame)
     elif is_first:
@@ -148,7 +166,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-def _set_handlers(handler: Any = _on_signal) -> Callable[[], None]:
+def _set_handlers(handler: Handler | signal.Handlers = _on_signal) -> Callable[[], None]:
     """Sets the handler of the signals; returns the function that restores the handlers before."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in SIGNALS if not (number == signal.SIGHUP and is_ignored)]
@@ -168,12 +186,14 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
             if reported or byte[0] not in SIGNALS:
                 continue
             reported = True
-            ends = _state.handler is None
             name = signal.Signals(byte[0]).name
-            time.sleep(QUICK_SECONDS if ends else 0)
+            ends = _state.handler is None
+            if ends:  # most processes end by the exception meanwhile, which prints its own line
+                time.sleep(QUICK_SECONDS)
             if _state.active:
                 print_line(f"{name} received: stopping")
-            time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
+            if ends:
+                time.sleep(PATIENCE_SECONDS - QUICK_SECONDS)
             if ends and _state.handler is None and _state.active:
                 print_line(_stop_message(name))
                 _state.announce()
@@ -201,17 +221,25 @@ def _end_rank() -> None:
 _forking = threading.local()  # signals that the forking thread had blocked
 
 
+# A signal between a fork and the child's own handlers would be written into the wake-up pipe of the
+# parent, which would then stop instead of its child. So signals wait while a process forks.
+
+
 def _before_fork() -> None:
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _after_fork(child: bool = False) -> None:
-    if child and _state.active:  # only its parent reads the wake-up pipe
-        signal.set_wakeup_fd(-1)
-        _set_handlers(signal.SIG_DFL)
+def _after_fork() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
+def _after_fork_in_child() -> None:
+    if _state.active:  # only its parent reads the wake-up pipe
+        signal.set_wakeup_fd(-1)
+        _set_handlers(signal.SIG_DFL)
+    _after_fork()
+
+
 os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork, after_in_child=lambda: _after_fork(child=True)
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
 )

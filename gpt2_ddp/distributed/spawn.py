@@ -1,5 +1,13 @@
 """Starts processes from Python, like mp.spawn: `--launch.processes 2` instead of a launcher.
-Imports no torch: the parent starts the processes before any thread pool exists."""
+
+    this process                            each rank, in a fresh interpreter
+    run_processes  start_ranks ─────────▶   _call: standard streams, handlers of signals
+                   _signal     ─signals─▶   _run_rank: function(*args)
+                   _wait       ◀─result──   of rank 0, or its UserError, by a pipe
+                               ◀─exit code  of each rank
+
+Imports no torch: the parent starts the processes before any thread pool exists.
+"""
 
 import math
 import multiprocessing
@@ -8,10 +16,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, TypeVar
 
 from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
@@ -51,11 +60,8 @@ def refuse_launcher() -> None:
     """Raises: UserError under a launcher of several processes, for a command that starts its own
     ones."""
     if world_size() > 1:
-        raise UserError(
-            "processes",
-            world_size(),
-            "the command starts its own processes; run it without a launcher",
-        )
+        hint = "the command starts its own processes; run it without a launcher"
+        raise UserError("processes", world_size(), hint)
 
 
 def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:
@@ -63,8 +69,11 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     receiver, sender = multiprocessing.Pipe(duplex=False)
     ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
     sender.close()
-    # they stop with a checkpoint
-    uninstall = install_handlers(lambda number, _: _signal(ranks, number), last=False)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        _signal(ranks, number)  # they stop with a checkpoint
+
+    uninstall = install_handlers(pass_on, last=False)
     try:
         result, error = _wait(ranks, receiver)
     finally:
@@ -94,8 +103,8 @@ def start_ranks(
     context = multiprocessing.get_context("spawn")
     port = reserve_port()
     start_resource_tracker()
-    for rank, own in enumerate(arguments):
-        process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
+    for rank, of_rank in enumerate(arguments):
+        process = context.Process(target=_call, args=(function, of_rank), name=f"rank {rank}")
         with _environment(rank, len(arguments), port), block_signals():
             process.start()
         yield process
@@ -148,10 +157,10 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserErro
     running = ranks
     while running:
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
-        wait(
-            [rank.sentinel for rank in running] + ([receiver] if answer is None else []),
-            POLL_SECONDS,
-        )
+        sources: list[int | Connection] = [rank.sentinel for rank in running]
+        if answer is None:
+            sources.append(receiver)
+        wait(sources, POLL_SECONDS)
         running = [rank for rank in ranks if rank.exitcode is None]
         if answer is None and receiver.poll():
             try:
@@ -170,7 +179,7 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserErro
 
 
 @contextmanager
-def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
+def _environment(rank: int, processes: int, port: int) -> Generator[None]:
     """Sets torchrun's environment of a rank, for a process that is started inside."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))

@@ -5,12 +5,15 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 
 from gpt2_ddp.distributed.environment import record_exit
 from gpt2_ddp.errors import UserError, print_line
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer  # exists for type checkers only
 
 CLOSED = 128 + signal.SIGPIPE
 """Exit code of a command whose standard output was closed, as after SIGPIPE."""
@@ -23,14 +26,15 @@ class OutputLost(BaseException):
 
 
 @contextmanager
-def standard_streams() -> Iterator[None]:
+def standard_streams() -> Generator[None]:
     """Replaces the standard streams meanwhile. Closed ones (`>&-`) are /dev/null. Characters that
     the terminal's encoding lacks become `?`. Errors of stderr are ignored, and those of a closed
     terminal. Raises SystemExit if stdout cannot be written otherwise: 141 for a closed pipe; else
     2, with an `error:` line."""
     _open_closed_streams()
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _replaced(sys.stdout, is_output=True), _replaced(sys.stderr)
+    sys.stdout = _replaced(sys.stdout, is_output=True)
+    sys.stderr = _replaced(sys.stderr)
     try:
         try:
             yield
@@ -74,13 +78,12 @@ def _exit_code(lost: OutputLost) -> int:
         os.close(nowhere)
     if isinstance(lost.__cause__, BrokenPipeError):
         return CLOSED
-    print_line(
-        f"error: {UserError('standard output', 'this one', f'cannot be written ({lost}); send it elsewhere')}"
-    )
+    hint = f"cannot be written ({lost}); send it elsewhere"
+    print_line(f"error: {UserError('standard output', 'this one', hint)}")
     return record_exit(2)
 
 
-def _replaced(stream: Any, is_output: bool = False) -> TextIO:
+def _replaced(stream: TextIO, is_output: bool = False) -> TextIO:
     """A stream of the same descriptor and encoding. A stream without a descriptor stays, as in
     notebooks."""
     try:
@@ -89,12 +92,12 @@ def _replaced(stream: Any, is_output: bool = False) -> TextIO:
     except (AttributeError, OSError, ValueError):  # no stream; one in memory; a closed one
         return stream
     is_unbuffered = getattr(stream, "write_through", False)
-    raw: Any = _Descriptor(number, is_output)
+    descriptor = _Descriptor(number, is_output)
     return io.TextIOWrapper(
-        raw if is_unbuffered else io.BufferedWriter(raw),
+        cast(BinaryIO, descriptor) if is_unbuffered else io.BufferedWriter(descriptor),
         encoding=stream.encoding,
         errors="replace" if is_output else "backslashreplace",
-        line_buffering=stream.line_buffering,
+        line_buffering=bool(stream.line_buffering),
         write_through=is_unbuffered,
     )
 
@@ -106,11 +109,11 @@ class _Descriptor(io.FileIO):
         super().__init__(number, "w", closefd=False)
         self._is_output = is_output
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: "ReadableBuffer") -> int | None:
         try:
             return super().write(data)
         except OSError as error:
             # EIO: the terminal is gone, and SIGHUP follows
             if self._is_output and error.errno != errno.EIO:
                 raise OutputLost(error.strerror) from error
-            return len(data)
+            return memoryview(data).nbytes

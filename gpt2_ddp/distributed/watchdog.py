@@ -1,5 +1,12 @@
-"""Watchdog of a process: ends it when its main thread makes no progress. `peers` has the watchdog
-of several ranks."""
+"""Watchdog of a process: ends it when its main thread makes no progress.
+
+    main thread                         watchdog's thread, twice a second
+    heartbeat("train", step)  ─count─▶  _observe  seconds without progress; the stage's limit
+    progress()                          _judge    a Verdict if they exceed the limit
+                                        _end      print, record, kill stuck processes, exit
+
+`peers` has the watchdog of several ranks. It judges the heartbeats of other ranks, too.
+"""
 
 import faulthandler
 import os
@@ -40,8 +47,10 @@ class Heartbeat(NamedTuple):
     limit: float = TIMEOUT  # allowed seconds of these
     stack: str = ""  # of an idle main thread
     end: str = ""
-    """How the rank has ended, if it has: `lost`: a collective failed, maybe because another rank
-    ended; `refused`: by a user error of its own, which it prints; `failed`: by another error;
+    """How the rank has ended, if it has:
+    `lost`: a collective failed, maybe because another rank ended;
+    `refused`: by a user error of its own, which it prints;
+    `failed`: by another error;
     `stopped`: by a signal, with nothing to save;
     `left`: it has closed its watchdog."""
     error: str = ""  # that this rank raised
@@ -54,14 +63,13 @@ class Heartbeat(NamedTuple):
     @property
     def place(self) -> str:
         """Stage and step, for messages."""
-        return self.stage + f", step {self.step}" * (self.step > 0)
+        return f"{self.stage}, step {self.step}" if self.step else self.stage
 
     @property
     def stall(self) -> str:
         """What is said of a rank without progress."""
-        return (
-            f"{self.name}: no progress for {self.idle:.0f} s at {self.place}\n{self.stack}".rstrip()
-        )
+        text = f"{self.name}: no progress for {self.idle:.0f} s at {self.place}"
+        return f"{text}\n{self.stack}".rstrip()
 
 
 class Verdict(NamedTuple):
@@ -83,9 +91,15 @@ def stack_of(thread: int) -> str:
         faulthandler.dump_traceback(writing)
         os.close(writing)
         with open(reading, errors="replace") as file:
-            if found := re.search(rf"hread 0x0*{thread:x}\b.*\n((  File .*\n)+)", file.read()):
-                return "\n".join(reversed(found[1].splitlines()[:12]))
+            # `Thread 0x... (most recent call first):`, or `Current thread 0x...`
+            calls = re.search(rf"hread 0x0*{thread:x}\b.*\n((  File .*\n)+)", file.read())
+        if calls:
+            return "\n".join(reversed(calls[1].splitlines()[:12]))
     return ""
+
+
+def _record_nothing(reason: str, is_refused: bool) -> None:
+    """Stands for `Watchdog.report_to`'s function until that is called."""
 
 
 class Watchdog:
@@ -109,22 +123,28 @@ class Watchdog:
         self._patience = patience
         self._exit_code = exit_code
         self._rank = rank
-        # what the main thread records; each call costs some attribute writes
+        # What the main thread records. Each call only writes some attributes, without a lock: the
+        # watchdog's thread may read values of two moments, which matters for half a second.
         self.first_limit = patience + SILENCE if patience else FIRST_TIMEOUT
-        self.thread, self._begun = threading.get_ident(), dict[str, int]()
+        self.thread = threading.get_ident()
+        self._begun: dict[str, int] = {}  # step at which each stage first began
         self.stage = "starting"
         self.step = 0
         self.timeout = FIRST_TIMEOUT
         self.is_first = False
-        self.count = self.count_before = 0  # progress in total, and before this step
-        # what the watchdog's thread observes; `_clock` counts seconds while this process is awake
-        self.beat, self.ended = Heartbeat(this_process(), rank), threading.Event()
-        self._clock = self._progressed = self._awake_since = 0.0
+        self.count: int = 0  # progress in total
+        self.count_before = 0  # progress before this step
+        # What the watchdog's thread observes. `_clock` counts seconds while this process is awake.
+        self.beat = Heartbeat(this_process(), rank)
+        self.ended = threading.Event()
+        self._clock = 0.0
+        self._progressed = 0.0  # on `_clock`
+        self._awake_since = 0.0  # on `_clock`
         self._woke = time.monotonic()
-        self._seen_count = 0
+        self._seen_count: int = 0
         self._slowest = 0.0
         self._had_timeout = True
-        self._record: Callable[[str, bool], None] = lambda reason, is_refused: None
+        self._record: Callable[[str, bool], None] = _record_nothing
         self._threads: list[threading.Thread] = []
         self._start(self._watch)
 
@@ -189,7 +209,8 @@ class Watchdog:
         """Observes and judges until the watchdog has ended; the body of a thread."""
         while not self.ended.wait(HEARTBEAT_INTERVAL):
             self._observe()
-            if (verdict := self._judge()) and not self.ended.is_set():
+            verdict = self._judge()
+            if verdict and not self.ended.is_set():
                 self._end(verdict)
 
     def _observe(self) -> None:
@@ -197,6 +218,7 @@ class Watchdog:
         now = time.monotonic()
         elapsed = now - self._woke
         self._woke = now
+        # a suspended process (SIGSTOP, a sleeping laptop) makes no progress, which is no fault
         self._clock += min(elapsed, 2 * HEARTBEAT_INTERVAL)
         if elapsed > SUSPENDED:  # what was observed before is outdated
             self._awake_since = self._clock
@@ -206,19 +228,29 @@ class Watchdog:
         idle = self._clock - max(self._progressed, self._awake_since)
         stack = ""
         if self.count != self._seen_count:
-            self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
+            # stages with a timeout of their own, such as a save, are no measure of the others
+            if not self._had_timeout:
+                self._slowest = max(self._slowest, idle)
             self._seen_count = self.count
             self._progressed = self._clock
             idle = 0.0
         self._had_timeout = self.timeout > 0
         if idle >= 2 * HEARTBEAT_INTERVAL:
             stack = stack_of(self.thread)
-            if 'bdb.py"' in stack or 'pydevd.py"' in stack:  # debugged
+            if 'bdb.py"' in stack or 'pydevd.py"' in stack:  # it waits for the user of a debugger
                 self._progressed = self._clock
                 idle = 0.0
-        progress = [self._collectives(), self.count - self.count_before]
-        place = self.beat.turn + 1, self.stage, self.step, progress
-        self.beat = Heartbeat(*self.beat[:2], *place, idle, limit + self.timeout, stack)
+        self.beat = Heartbeat(
+            process=self.beat.process,
+            rank=self._rank,
+            turn=self.beat.turn + 1,
+            stage=self.stage,
+            step=self.step,
+            progress=[self._collectives(), self.count - self.count_before],
+            idle=idle,
+            limit=limit + self.timeout,
+            stack=stack,
+        )
 
     def _collectives(self) -> int:
         """Number of collectives that this rank has started; 0: unknown."""
@@ -232,9 +264,12 @@ class Watchdog:
     def _end(self, verdict: Verdict) -> None:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
         if verdict.by == self._rank:
-            lines = ("error: " * (line[:1] != " ") + line for line in verdict.reason.splitlines())
+            lines = [  # lines of a stack are indented
+                line if line.startswith(" ") else f"error: {line}"
+                for line in verdict.reason.splitlines()
+            ]
             with suppress(OSError):  # closed
-                # the main thread may hold the lock of sys.stderr
+                # not by print: the main thread may hold the lock of sys.stderr
                 os.write(2, ("\n" + "\n".join(lines) + "\n").encode())
         for process in verdict.stuck:
             process.kill()
@@ -247,5 +282,5 @@ class Watchdog:
         last.start()
         last.join(AFTERMATH)  # the disk may block
         time.sleep(3 * HEARTBEAT_INTERVAL)  # until other ranks have read the verdict
-        # the main thread may be inside a collective that never returns
+        # not by an exception: the main thread may be inside a collective that never returns
         os._exit(self._exit_code if verdict.exit_code is None else verdict.exit_code)

@@ -5,13 +5,13 @@ import multiprocessing
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gpt2_ddp.distributed.process import end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS
@@ -45,7 +45,7 @@ class _Worker(SpawnProcess):
 
 
 @contextmanager
-def block_signals() -> Iterator[None]:
+def block_signals() -> Generator[None]:
     """Blocks the signals of stops in processes that are started inside, until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -62,7 +62,7 @@ def start_resource_tracker() -> None:
 
 
 @contextmanager
-def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(workers: int) -> Generator[ProcessPoolExecutor]:
     """A pool of worker processes in fresh interpreters. An exception inside ends the workers at
     once."""
     start_resource_tracker()
@@ -74,7 +74,8 @@ def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     except BaseException:
         for worker in pool._processes.values():  # Python 3.14 has a public way
             worker.terminate()
-        pool._result_queue._writer.close()  # pyright: ignore[reportAttributeAccessIssue]  or the pool would wait for the rest of a result that was being sent
+        # or the pool would wait for the rest of a result that was being sent
+        pool._result_queue._writer.close()  # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -98,7 +99,7 @@ def in_order(work: Callable[[Item], T], items: Iterable[Item], pool: Pool) -> It
 
 def batches(items: Iterable[T], size: Callable[[T], float], least: float) -> Iterator[list[T]]:
     """The items in lists whose sizes add up to `least` or more; the last may have less."""
-    batch = []
+    batch: list[T] = []
     total = 0
     for item in items:
         batch.append(item)
@@ -111,7 +112,7 @@ def batches(items: Iterable[T], size: Callable[[T], float], least: float) -> Ite
         yield batch
 
 
-def run_in_worker(function: Callable[..., T], *arguments: Any) -> T:
+def run_in_worker(function: Callable[..., T], *arguments: object) -> T:
     """The result of a module's function in a worker process: signals can interrupt it, and its
     memory is freed."""
     with worker_pool(1) as pool:

@@ -34,7 +34,6 @@ from gpt2_ddp.output import check_can_make
 from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
-from gpt2_ddp.training.fsdp import count_shards, follow_accelerate
 from gpt2_ddp.training.gpus import GPUS, peak_flops
 from gpt2_ddp.training.start import OpenRun, open_run
 from gpt2_ddp.training.throughput import device_name
@@ -79,6 +78,8 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
         config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None
     ) -> Pretraining:
         if config.launch.parallel == "fsdp":
+            from gpt2_ddp.training.fsdp import count_shards  # noqa: PLC0415  FSDP: a second
+
             count_shards(processes, launch.replicas)
         split_batch(config.global_batch_windows, processes, 1)
         return make_pretraining(config, accelerator, saved)
@@ -117,7 +118,8 @@ def _open_data(run: OpenRun, seen: Seen) -> None:
     seen.task = task
     if not run.is_complete:
         task.load_tasks()
-        with torch.device("meta"):
+        # without random weights, for which the meta device imports torch._dynamo and sympy
+        with torch.device("meta"), without_init():
             task.build_model(needs_memory=False)
         task.check_hashes(record=False)
 
@@ -394,6 +396,8 @@ def make_plan(config: PlanConfig) -> Plan:
     """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are
     in the plan."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.fsdp import follow_accelerate  # noqa: PLC0415  FSDP: a second
+
         config = config.model_copy(update={"launch": follow_accelerate(config.training).launch})
     machine = find_target(config, world_size())
     training = config.training

@@ -57,7 +57,8 @@ def _make_model(
     """The plain model on the meta device; or why the file cannot have its weights. None for a job
     of one's own, whose model comes with its data."""
     record = checkpoint.state.record
-    layers = config.get("model.n_layer") or 0
+    has_layers = isinstance(config, TrainingConfig | TransformerConfig)
+    layers = config.model.n_layer if has_layers else 0
     if layers > len(weights):
         return f"{MODEL}: has {len(weights)} tensors for {layers} layers (model.n_layer)"
     with torch.device("meta"), without_init():

@@ -34,7 +34,6 @@ from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
 from gpt2_ddp.tasks.user_task import Code, make
 from gpt2_ddp.training.branch import advise_branch
-from gpt2_ddp.training.fsdp import make_model
 from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.run_length import settle_minutes
@@ -277,6 +276,8 @@ class Pretraining(Task[TrainingConfig]):
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         if is_sharded:
+            from gpt2_ddp.training.fsdp import make_model  # noqa: PLC0415  FSDP: a second
+
             self.model, initial = on_every_rank(partial(make_model, make))
             self.initial = initial if draws_weights else iter(())
         else:

@@ -54,7 +54,6 @@ from gpt2_ddp.remote.mirror_process import open_mirror
 from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
 from gpt2_ddp.training.branch import advise_branch, branch_off, find_parent
 from gpt2_ddp.training.ddp import Replicated
-from gpt2_ddp.training.fsdp import Sharded, follow_accelerate
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.initial_weights import settle_model
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
@@ -107,7 +106,7 @@ class OpenRun:
     @property
     def patience(self) -> int | None:
         """`eval.patience`, where there is one."""
-        return self.config.get("eval.patience")
+        return self.config.patience
 
     @property
     def early_end(self) -> str:
@@ -148,6 +147,8 @@ def open_run(
     """
     begun = time.monotonic()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.fsdp import follow_accelerate  # noqa: PLC0415  FSDP: a second
+
         config = follow_accelerate(config)
     processes = start_run(config)
     watchdog = _start_watchdog(processes, config.train.patience_seconds)
@@ -244,9 +245,11 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     if newest:
         check_resumable(config, newest.kind, newest.config, newest.step)
     newest = store.newest()
-    if newest or not isinstance(config, TrainingConfig) or not config.train.branch_from:
+    if newest:
         return newest
-    return branch_off(find_parent(config), config)
+    if isinstance(config, TrainingConfig) and config.train.branch_from:
+        return branch_off(find_parent(config), config)
+    return None
 
 
 def _settle(
@@ -256,21 +259,17 @@ def _settle(
     if isinstance(config, TrainingConfig) and config.train.init_from:
         config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
-        before = ""
-        if checkpoint:
-            before = checkpoint.config["train"].get("mixed_precision")
+        before = checkpoint.config["train"].get("mixed_precision") if checkpoint else ""
         config = settle_fast(config, device, before)
     return config
 
 
-def _is_sharded(config: RunConfig) -> bool:
-    return isinstance(config, TrainingConfig) and config.launch.parallel == "fsdp"
-
-
 def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFolder) -> Replicated:
     """What `launch.parallel` names."""
-    if not (isinstance(config, TrainingConfig) and _is_sharded(config)):
+    if not isinstance(config, TrainingConfig) or config.parallel != "fsdp":
         return Replicated(accelerator)
+    from gpt2_ddp.training.fsdp import Sharded  # noqa: PLC0415  FSDP: a second
+
     strategy = on_every_rank(partial(Sharded, accelerator, config))
     if folder.wants_lock and machines() > 1:
         folder.check_is_shared(strategy.part.is_own)
@@ -488,7 +487,7 @@ def _resolve_compile(run: OpenRun) -> str:
         compilation, missing = resolve_compile(kept, run.task.model, accelerator)
         if missing:
             accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    if compilation == "model" and _is_sharded(run.config):
+    if compilation == "model" and run.config.parallel == "fsdp":
         compilation = "blocks"
     if compilation != "off":
         run.watchdog.first_limit = FIRST_TIMEOUT
@@ -621,7 +620,7 @@ def describe_start(trainer: Trainer) -> str:
     device = run.accelerator.device
     parts, rows = task.feed.micro_batches
     begins = f"resumes from step {run.step}" if run.step else "starts"
-    kind = f"{device.type}, fsdp" if _is_sharded(run.config) else device.type
+    kind = f"{device.type}, fsdp" if run.config.parallel == "fsdp" else device.type
     devices = f"{run.accelerator.num_processes} x {kind}"
     precision = describe_precision(run.accelerator.mixed_precision, device)
     parameters = sum(map(Tensor.numel, trainer.parameters))

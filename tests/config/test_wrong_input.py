@@ -193,6 +193,7 @@ FILES = {
     "seed: !!python/object/apply:os.getpid []": "seed",
     "model: !!map [1]": "model",
     "1: 2": "1",
+    "1: 2\n3: 4": "--config",
     "model: {2: 3}": "model",
     "optim.lrs: 0.1": "optim.lrs",
     "model: {n_layer: 1:30}": "model.n_layer",
