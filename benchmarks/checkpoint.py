@@ -47,9 +47,11 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
             turns = {name: partial(turn, run, *pair) for name, pair in pairs.items()}
             interleave(turns, 1)
             size = run.snapshot().bytes  # with the optimizer's state, which the first step makes
-            found = interleave(turns, config.repeats)
+            measured = interleave(turns, config.repeats)
     for number, what in enumerate(FIGURES):
-        seconds_of = {name: [one[number] for one in of] for name, of in found.items()}
+        seconds_of = {
+            name: [figures[number] for figures in turns] for name, turns in measured.items()
+        }
         yield Case(f"{what}, {size / 1e9:.2f} GB", "s", seconds_of, more_is_better=False)
 
 
