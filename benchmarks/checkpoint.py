@@ -48,9 +48,11 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
             interleave(turns, 1)
             # with the optimizer's state, which the first step makes
             size = training.trainer.snapshot().bytes
-            found = interleave(turns, config.repeats)
+            measured = interleave(turns, config.repeats)
     for number, what in enumerate(FIGURES):
-        seconds_of = {name: [one[number] for one in of] for name, of in found.items()}
+        seconds_of = {
+            name: [figures[number] for figures in turns] for name, turns in measured.items()
+        }
         yield Case(f"{what}, {size / 1e9:.2f} GB", "s", seconds_of, more_is_better=False)
 
 

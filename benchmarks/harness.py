@@ -67,10 +67,10 @@ def run_benchmarks(config: BenchmarkConfig) -> list[list[Case]]:
     """The command: the cases of each benchmark, which is a module with `measure(config)`. Raises:
     UserError."""
     output = make_output_folder(config.output)
-    found = []
+    benchmarks: list[list[Case]] = []
     for name in config.only:
         cases = [*import_module(f"benchmarks.{name}").measure(config)]
-        found.append(cases)
+        benchmarks.append(cases)
         table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
         print(f"{name}\n\n{table}\n", flush=True)
         record = {
@@ -80,7 +80,7 @@ def run_benchmarks(config: BenchmarkConfig) -> list[list[Case]]:
         }
         record["cases"] = [case._asdict() for case in cases]
         write_json(output / f"{name}.json", record)
-    return found
+    return benchmarks
 
 
 def environment_info() -> dict[str, Any]:
@@ -104,13 +104,13 @@ def time_contenders(
         name: partial(start_processes, time_steps, 1, contender, device, config.steps)
         for name, contender in contenders.items()
     }
-    found = {}
+    measured = {}
     for name, timings in interleave(turns, config.repeats).items():
         if isinstance(timings[0], str):
             print(f"{name}: not measured ({timings[0]})", flush=True)
         else:
-            found[name] = timings
-    return found
+            measured[name] = timings
+    return measured
 
 
 class Enough(Exception):

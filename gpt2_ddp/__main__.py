@@ -1,28 +1,30 @@
-"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`. A
-small job needs no
-script: `gpt2-ddp train_KIND` trains it.
+"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`.
 
-gpt2-ddp train_gpt2 --data.path data/mine
-accelerate launch -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
-torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
+    gpt2-ddp train_gpt2 --data.path data/mine
+    accelerate launch -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
+    torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
+
+A small job needs no script: `gpt2-ddp train_KIND` trains it.
 """
 
 import os
 import sys
 
-if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(
-    os.path.dirname(os.path.abspath(__file__))
-):
+if __name__ == "__main__":
+    project = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # `python -m` imports from the working folder first, which may hold a stranger's yaml.py
-    del sys.path[0]
+    if sys.path[0] == os.getcwd() != project:
+        del sys.path[0]
 
 import runpy
 from pathlib import Path
 
+from gpt2_ddp.config.base import nearest
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.distributed.streams import standard_streams
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
+from gpt2_ddp.script import run_command
 
 
 @standard_streams()
@@ -39,20 +41,15 @@ def main() -> None:
     if name in ("-h", "--help"):
         print("usage: gpt2-ddp SCRIPT [--help] ...")
         summaries = {script: _summary(file) for script, file in scripts.items()}
-        for script, summary in (
-            summaries | {job: config.__doc__ for job, config in jobs.items()}
-        ).items():
+        summaries |= {job: str(config.__doc__) for job, config in jobs.items()}
+        for script, summary in summaries.items():
             print(f"  {script:20}{summary}")
         print(f"--config configs/NAME.yaml also names a file in {PROJECT / 'configs'}")
         return
     if name in jobs:
-        from gpt2_ddp.script import run_command
-
         sys.argv = [name, *flags]
         run_command(jobs[name], "gpt2_ddp.tasks.command:start_job")
     if name not in scripts:
-        from gpt2_ddp.config.base import nearest
-
         hint = f"unknown script{nearest(name, [*scripts, *jobs])}"
         print(f"error: {UserError('script', name, hint)}", file=sys.stderr)
         sys.exit(2)

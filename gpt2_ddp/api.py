@@ -19,6 +19,7 @@ from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.reports.runs import read_runs
 
 if TYPE_CHECKING:  # what follows is slow to import
     from gpt2_ddp.data.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ _trained: list[str] = []
 """The runs that this process has trained."""
 
 
-def load_config(*files: str, **changes: Any) -> TrainingConfig:
+def load_config(*files: str, **changes: object) -> TrainingConfig:
     """The configuration of a training, as train_gpt2.py would have it: defaults < files, left to
     right < changes.
 
@@ -45,22 +46,18 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
 
 
 def prepare(
-    source: Place | Sequence[Place] = "stdlib", output: Place | None = None, **settings: Any
+    source: Place | Sequence[Place] = "stdlib", output: Place | None = None, **settings: object
 ) -> Manifest:
     """Creates a folder of token shards, as prepare_data.py does, or keeps a prepared one. Returns
     its manifest: `.tokens("train")`, `.vocab_size`, ... `settings` are other flags of
     prepare_data.py, such as `tokenizer="gpt2"`.
     """
-    from gpt2_ddp.preparation.prepare import prepare
+    from gpt2_ddp.preparation.prepare import prepare  # noqa: PLC0415  tiktoken
 
     sources = [source] if isinstance(source, str | os.PathLike) else source
-    return prepare(
-        PrepareConfig(
-            source=tuple(os.fspath(source) for source in sources),
-            output=None if output is None else os.fspath(output),
-            **settings,
-        )
-    )
+    settings["source"] = tuple(os.fspath(source) for source in sources)
+    settings["output"] = None if output is None else os.fspath(output)
+    return prepare(PrepareConfig.model_validate(settings))
 
 
 def train(
@@ -70,9 +67,10 @@ def train(
     on_row: OnRow | None = None,
 ) -> "Result":
     """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
-    Returns `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...),
-    `seconds`, `run` (the folder), `checkpoint` (the newest) and `best` (the one with the lowest
-    val_loss if it is older, else None).
+    Returns:
+        `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`,
+        `run` (the folder), `checkpoint` (the newest) and `best` (the one with the lowest val_loss
+        if it is older, else None).
 
     After Ctrl-C or a notebook's stop button, in the main thread, the run saves a checkpoint; its
     outcome is `stopped`. Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
@@ -93,9 +91,8 @@ def train(
     if processes is None:
         return _train(config, task, on_row)
     if processes < 1:
-        raise UserError(
-            "processes", processes, "should be at least 1, or None to train in this process"
-        )
+        hint = "should be at least 1, or None to train in this process"
+        raise UserError("processes", processes, hint)
     for name, value in {"config": config, "task": task, "on_row": on_row}.items():
         _check_importable(name, value)
     try:
@@ -103,9 +100,8 @@ def train(
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
     except SystemExit as end:
-        raise ChildProcessError(
-            "a process of the training crashed; its traceback is on stderr"
-        ) from end
+        message = "a process of the training crashed; its traceback is on stderr"
+        raise ChildProcessError(message) from end
 
 
 def _check_importable(name: str, value: object) -> None:
@@ -117,18 +113,20 @@ def _check_importable(name: str, value: object) -> None:
     except (pickle.PicklingError, AttributeError, TypeError):
         is_sent = False
     if not is_sent:
-        hint = "other processes cannot import it; define it in a .py file, outside functions, and import it from there"
-        raise UserError(name, getattr(value, "__name__", value), hint)
+        hint = "define it in a .py file, outside functions, and import it from there"
+        message = f"other processes cannot import it; {hint}"
+        raise UserError(name, getattr(value, "__name__", value), message)
 
 
 def _train(config: RunConfig, task: "MakeTask | None", on_row: OnRow | None) -> "Result":
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate import state  # noqa: PLC0415  torch
 
-    from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
-    from gpt2_ddp.training.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining  # noqa: PLC0415  torch
+    from gpt2_ddp.training.loop import train  # noqa: PLC0415  torch
 
-    if PartialState._shared_state:  # Accelerate has no public way to see or reset it
-        hint = "by another training or your own Accelerator, and a process has one Accelerate state; use processes=1"
+    if state.PartialState._shared_state:  # Accelerate has no public way to see or reset it
+        user = "by another training or your own Accelerator"
+        hint = f"{user}, and a process has one Accelerate state; use processes=1"
         raise UserError("train", "Accelerate is in use in this process", hint)
     if world_size() > 1 and _trained:
         hint = "their process group has ended; start the launcher once per training"
@@ -136,14 +134,14 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: OnRow | None) -> 
     _trained.append(config.run_name)
     make_task = task or make_pretraining
     if isinstance(task, type) and task is not Pretraining and issubclass(task, Pretraining):
-        from gpt2_ddp.tasks.user_task import make
+        from gpt2_ddp.tasks.user_task import make  # noqa: PLC0415  torch
 
         make_task = partial(make, Pretraining, given=task)
     try:
         return train(config, make_task, on_row)
     finally:  # for the next training, which may want another device or precision
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def load_model(
@@ -161,9 +159,9 @@ def load_model(
         trust_run_code: execute the class that the run recorded, even if it was never given on this
             machine.
     """
-    from gpt2_ddp.checkpoint.verify import find_checkpoint
-    from gpt2_ddp.distributed.launch import pick_device
-    from gpt2_ddp.tasks.trained_model import load_model
+    from gpt2_ddp.checkpoint.verify import find_checkpoint  # noqa: PLC0415  torch
+    from gpt2_ddp.distributed.launch import pick_device  # noqa: PLC0415  torch
+    from gpt2_ddp.tasks.trained_model import load_model  # noqa: PLC0415  torch
 
     target = pick_device(device)
     model, tokenizer = load_model(find_checkpoint(Path(checkpoint), kind="gpt2"), trust_run_code)
@@ -191,13 +189,12 @@ def generate(  # noqa: PLR0913
             probabilities add up to top_p.
         seed: with a prompt's index, determines its sample.
     """
-    from gpt2_ddp.model.generate import Sampling, sample_texts
+    from gpt2_ddp.model.generate import Sampling, sample_texts  # noqa: PLC0415  torch
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     GenerateConfig(**sampling._asdict())  # checks them
-    return sample_texts(
-        model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling
-    )
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    return sample_texts(model, tokenizer, texts, sampling)
 
 
 def evaluate(
@@ -217,8 +214,8 @@ def evaluate(
         tokens: number of tokens to score, evenly spread; None: all.
         batch_size: windows per forward pass.
     """
-    from gpt2_ddp.evaluation.evaluate import EvalSet, evaluate
-    from gpt2_ddp.tasks.checkpoints import open_splits
+    from gpt2_ddp.evaluation.evaluate import EvalSet, evaluate  # noqa: PLC0415  torch
+    from gpt2_ddp.tasks.checkpoints import open_splits  # noqa: PLC0415  torch
 
     EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
     stream = open_splits([os.fspath(data)], split, tokenizer)[1][0]
@@ -231,9 +228,9 @@ def evaluate(
 def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     """Scores a text as a document, like `evaluate`. A text longer than the model's context is
     scored in windows, each without the text before it."""
-    import torch
+    import torch  # noqa: PLC0415  torch
 
-    from gpt2_ddp.evaluation.evaluate import Evaluation
+    from gpt2_ddp.evaluation.evaluate import Evaluation  # noqa: PLC0415  torch
 
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if not len(ids):
@@ -255,19 +252,18 @@ def load_rows(run: Place) -> list[dict[str, Any]]:
     Keys are those of the file: step, tokens, loss, lr, ...; val_loss only where there was an
     evaluation. Left out are events, steps that a rollback has undone, and unreadable lines.
     """
-    from gpt2_ddp.reports.runs import read_runs
-
     record = read_runs([Path(run)])[0]
     for note in record.notes:
         print(f"note: {run}: {note}", file=sys.stderr)
     return record.rows
 
 
-def verify(run: Place, **settings: Any) -> bool:
+def verify(run: Place, **settings: object) -> bool:
     """Checks that all records of a run agree, and prints the lines of verify_run.py. Returns
     whether the run is intact. `settings` are other flags of verify_run.py, such as
     `replay="40:60"`.
     """
-    from gpt2_ddp.reports.verify import verify_run
+    from gpt2_ddp.reports.verify import verify_run  # noqa: PLC0415  torch
 
-    return verify_run(VerifyConfig(run=os.fspath(run), **settings)) == 0
+    config = VerifyConfig.model_validate({"run": os.fspath(run)} | settings)
+    return verify_run(config) == 0

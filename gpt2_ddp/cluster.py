@@ -62,9 +62,8 @@ def check_cluster(config: CheckClusterConfig) -> None:
     rank = int(os.environ["RANK"])
     try:
         store = connect(rank, config.timeout_seconds)
-        ranks = rendezvous(
-            store, gather_facts(rank, pick_device(config.device)), config.timeout_seconds
-        )
+        facts = gather_facts(rank, pick_device(config.device))
+        ranks = rendezvous(store, facts, config.timeout_seconds)
     except UserError as error:
         # run_command prints on rank 0 only, which may be the missing one
         if rank and not error.on_every_rank:
@@ -95,9 +94,8 @@ def connect(rank: int, timeout: float) -> Store:
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
-            raise UserError(
-                "MASTER_PORT", port, f"rank 0 cannot open this port ({error.strerror})"
-            ) from error
+            hint = f"rank 0 cannot open this port ({error.strerror})"
+            raise UserError("MASTER_PORT", port, hint) from error
     else:
         _await_answer(address, port, timeout)
     # the process group's rendezvous will share the server
@@ -120,10 +118,9 @@ def _await_answer(address: str, port: int, timeout: float) -> None:
         except OSError as error:
             if left <= 0.1:
                 here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-                reason = (
-                    f"{here} cannot connect to it within {timeout:g} s ({error.strerror or error})"
-                )
-                raise UserError("MASTER_ADDR", f"{address}:{port}", reason) from error
+                reason = error.strerror or error
+                hint = f"{here} cannot connect to it within {timeout:g} s ({reason})"
+                raise UserError("MASTER_ADDR", f"{address}:{port}", hint) from error
         time.sleep(0.1)  # the name may be resolvable, or rank 0 start, a moment later
 
 
@@ -149,7 +146,8 @@ def gather_facts(rank: int, device: torch.device) -> Facts:
 def rendezvous(store: Store, facts: Facts, timeout: float) -> list[Facts]:
     """Waits `timeout` seconds until all ranks have connected; returns their facts by rank. Raises
     UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE."""
-    rank, keys = facts["rank"], [f"facts/{rank}" for rank in range(facts["world_size"])]
+    rank = facts["rank"]
+    keys = [f"facts/{number}" for number in range(facts["world_size"])]
     if store.add(f"seats/{rank}", 1) > 1:
         raise UserError("RANK", rank, f"a second process (on {facts['host']}) has this rank")
     store.set(keys[rank], json.dumps(facts))
@@ -157,35 +155,33 @@ def rendezvous(store: Store, facts: Facts, timeout: float) -> list[Facts]:
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.05)
     missing = [number for number, key in enumerate(keys) if not store.check([key])]
-    found = [json.loads(store.get(key)) for number, key in enumerate(keys) if number not in missing]
-    mistakes = [mistake for name in SAME_EVERYWHERE for mistake in _difference(found, name)]
+    ranks = [json.loads(store.get(key)) for number, key in enumerate(keys) if number not in missing]
+    mistakes = [mistake for name in SAME_EVERYWHERE for mistake in _difference(ranks, name)]
     if missing:
-        hint = f"did not connect within {timeout:g} s (connected: {_names(found)})"
+        hint = f"did not connect within {timeout:g} s (connected: {_names(ranks)})"
         mistakes = UserError("ranks", ", ".join(map(str, missing)), hint).mistakes
     if mistakes:
         error = UserError.join(mistakes)
         error.on_every_rank = 0 not in missing
         time.sleep(AFTERMATH if rank == 0 else 0)
         raise error
-    return found
+    return ranks
 
 
-def _names(found: Iterable[Facts]) -> str:
-    return ", ".join(f"{facts['rank']} ({facts['host']})" for facts in found)
+def _names(ranks: Iterable[Facts]) -> str:
+    return ", ".join(f"{facts['rank']} ({facts['host']})" for facts in ranks)
 
 
-def _difference(found: list[Facts], name: str) -> list[str]:
+def _difference(ranks: list[Facts], name: str) -> list[str]:
     """The error of a fact that differs: each value, and the ranks that have it."""
-    values = dict.fromkeys(facts[name] for facts in found)
+    values = dict.fromkeys(facts[name] for facts in ranks)
+    if len(values) <= 1:
+        return []
     texts = [
-        f"{value} on ranks {_names(facts for facts in found if facts[name] == value)}"
+        f"{value} on ranks {_names(facts for facts in ranks if facts[name] == value)}"
         for value in values
     ]
-    return (
-        UserError(name, "; ".join(texts), "must be equal on all ranks").mistakes
-        if len(values) > 1
-        else []
-    )
+    return UserError(name, "; ".join(texts), "must be equal on all ranks").mistakes
 
 
 def _measure(

@@ -94,14 +94,13 @@ def compare(config: CompareConfig) -> list[Row]:
     with TemporaryDirectory(prefix="compare-") as folder:
         # all user errors before any work
         jobs = [read_job(word, config, device, Path(folder)) for word in config.jobs]
-        found = ways(config.processes, gpus)
+        strategies = ways(config.processes, gpus)
         for name, job, steps in jobs:
-            rows += compare_job(name, job, steps, config.repeats, found, Path(folder))
+            rows += compare_job(name, job, steps, config.repeats, strategies, Path(folder))
             write_atomically(output / "compare.md", as_markdown(rows) + "\n")
             settings = config.model_dump(mode="json")
-            write_json(
-                output / "compare.json", {"machine": machine, "settings": settings, "rows": rows}
-            )
+            record = {"machine": machine, "settings": settings, "rows": rows}
+            write_json(output / "compare.json", record)
     print(as_markdown(rows))
     return rows
 
@@ -111,9 +110,8 @@ def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tup
     Raises: UserError."""
     kind, _, file = word.partition(":")
     if kind not in DEFAULTS:
-        raise UserError(
-            "jobs", word, f"is not a job; use {', '.join(DEFAULTS)}, with or without :CONFIGURATION"
-        )
+        hint = f"is not a job; use {', '.join(DEFAULTS)}, with or without :CONFIGURATION"
+        raise UserError("jobs", word, hint)
     default, steps = DEFAULTS[kind]
     file = file or default
     # not compiled: nn.DataParallel cannot
@@ -128,23 +126,22 @@ def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tup
 def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
     """The strategies that this machine can measure, the single process first; a note names each
     other one."""
-    found = [Strategy("single", 1, 1)]
-    for way in [
-        Strategy("DataParallel", 1, max(gpus, 2)),
-        *(Strategy(f"DDP-{n}", n, n) for n in processes),
-    ]:
+    measured = [Strategy("single", 1, 1)]
+    data_parallel = Strategy("DataParallel", 1, max(gpus, 2))
+    for way in [data_parallel, *(Strategy(f"DDP-{n}", n, n) for n in processes)]:
         if way.devices > gpus and (gpus or way.processes == 1):
             print(f"note: {way.name} is not measured: it needs {way.devices} GPUs", file=sys.stderr)
         else:
-            found.append(way)
-    return found
+            measured.append(way)
+    return measured
 
 
 def compare_job(
-    name: str, job: Job, steps: int, repeats: int, found: Sequence[Strategy], folder: Path
+    name: str, job: Job, steps: int, repeats: int, strategies: Sequence[Strategy], folder: Path
 ) -> list[Row]:
-    """Measures every strategy of one job, `repeats` times, interleaved."""
-    runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
+    """Measures every strategy of one job, `repeats` times, interleaved. The first is the single
+    process, to which the others are compared."""
+    runs: dict[Strategy, list[RunResult]] = {way: [] for way in strategies}
     differences = dict.fromkeys(runs, 0.0)
     reference = folder / f"{name}.pt"
     weights = folder / "weights.pt"
@@ -156,9 +153,10 @@ def compare_job(
         differences[way] = max(differences[way], difference(weights, reference))
         measured = f"{run.seconds:.3g} s for {steps} steps"
         print(f"{name}  {way.name}  {repeat + 1}/{repeats}: {measured}", file=sys.stderr)
+    singles = runs[strategies[0]]
     return [
-        {"job": name, "way": way.name} | numbers(measured, runs[found[0]], steps, differences[way])
-        for way, measured in runs.items()
+        {"job": name, "way": way.name} | numbers(results, singles, steps, differences[way])
+        for way, results in runs.items()
     ]
 
 
@@ -168,7 +166,9 @@ def numbers(runs: list[RunResult], singles: list[RunResult], steps: int, differe
         "parameters": runs[0].parameters,
         "steps": steps,
         "seconds": [run.seconds for run in runs],
-        "speed_up": [one.seconds / run.seconds for one, run in zip(singles, runs, strict=True)],
+        "speed_up": [
+            single.seconds / run.seconds for single, run in zip(singles, runs, strict=True)
+        ],
         "peak_memory_bytes": max(run.peak_memory for run in runs),
         "metrics": dict(runs[0].metrics),
         "difference": difference,
@@ -273,7 +273,7 @@ class ReplicatedGPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """int64 [B, T], int64 [B, T] -> fp32 scalar, or [B, T] with reduction `none`; as
         `GPT.forward`."""
-        losses = self.replicas(tokens, targets, reduction="none")
-        return (
-            losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
-        )
+        losses: Tensor = self.replicas(tokens, targets, reduction="none")
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.mean()

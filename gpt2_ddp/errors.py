@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 # maximum characters of the three parts of a message
@@ -47,8 +48,8 @@ class UserError(Exception):
         error.mistakes = mistakes
         return error
 
-    def __reduce__(self):  # ranks send errors to each other
-        return UserError.join, (self.mistakes,)
+    def __reduce__(self) -> tuple[Callable[[list[str]], "UserError"], tuple[list[str]]]:
+        return UserError.join, (self.mistakes,)  # ranks send errors to each other
 
 
 def without_credentials(text: str) -> str:
@@ -63,10 +64,13 @@ def user_error_of(error: BaseException) -> BaseException:
     is_of_linux = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if not (is_of_torch or is_of_linux or isinstance(error, MemoryError)):
         return error
-    found = re.search(r"tried to allocate (\d+) bytes", str(error))
-    asked = f"{int(found[1]) / 1e9:,.1f} GB more" if found else "more"
-    hint = "does not fit into this machine's memory; end other programs, or choose a smaller model, fewer processes or"
-    return UserError("memory", asked, f"{hint} a smaller --train.micro_batch_size")
+    size = re.search(r"tried to allocate (\d+) bytes", str(error))
+    asked = f"{int(size[1]) / 1e9:,.1f} GB more" if size else "more"
+    hint = (
+        "does not fit into this machine's memory; end other programs, or choose a smaller model,"
+        " fewer processes or a smaller --train.micro_batch_size"
+    )
+    return UserError("memory", asked, hint)
 
 
 def print_own(error: UserError) -> None:

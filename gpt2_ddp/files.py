@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,8 +30,8 @@ NO_NAME = re.compile(r"[\\\x00-\x1f\x7f-\x9f]")  # characters that no name from 
 
 def below(folder: Path, name: str) -> Path:
     """The path of `name` below a folder. For each name from outside: in a URL, in a manifest, in a
-    state, of an object.
-    Raises: ValueError for a name that leads out of the folder, and for the folder itself."""
+    state, of an object. Raises: ValueError for a name that leads out of the folder, and for the
+    folder itself."""
     parts = {*name.split("/")}
     if name.startswith("/") or ".." in parts or parts <= {"", "."} or NO_NAME.search(name):
         raise ValueError(f"{truncate(name, 100)} leads out of its folder, or is no name")
@@ -52,20 +52,20 @@ def refuse_links(*paths: Path) -> None:
     would change."""
     for path in paths:
         if path.is_symlink():
-            hint = "is a link, and nothing is written through links in a run folder; put what it links to in its place"
-            raise UserError("run folder", path, hint)
+            problem = "is a link, and nothing is written through links in a run folder"
+            raise UserError("run folder", path, f"{problem}; put what it links to in its place")
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Generator[None]:
     """Turns an OSError while `path` is written, renamed or removed into a UserError with a hint."""
     try:
         yield
     except OSError as error:
-        hint = "free space on that disk, or check its rights and limits, then run the same command again"
-        raise UserError(
-            "file", path, f"cannot be written ({error.strerror or error}); {hint}"
-        ) from error
+        problem = f"cannot be written ({error.strerror or error})"
+        hint = "free space on that disk, or check its rights and limits"
+        message = f"{problem}; {hint}, then run the same command again"
+        raise UserError("file", path, message) from error
 
 
 def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool = True) -> None:
@@ -98,14 +98,12 @@ def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
     sha256 = hashlib.sha256()
     # one core hashes a piece while another writes it
     with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
-        for piece in (
-            view[at : at + PIECE]
-            for view in map(memoryview, buffers)
-            for at in range(0, len(view), PIECE)
-        ):
-            hashed = helper.submit(sha256.update, piece)
-            file.write(piece)
-            hashed.result()
+        for view in map(memoryview, buffers):
+            for at in range(0, len(view), PIECE):
+                piece = view[at : at + PIECE]
+                hashed = helper.submit(sha256.update, piece)
+                file.write(piece)
+                hashed.result()
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), sha256.hexdigest()
@@ -114,10 +112,10 @@ def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
 def make_folder(folder: Path) -> None:
     """Makes a folder and its missing parents, and waits until their names are on disk. Raises:
     OSError."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in missing:
-        fsync_path(place.parent)
+    for path in missing:
+        fsync_path(path.parent)
 
 
 def fsync_path(path: Path) -> None:
@@ -140,8 +138,8 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def user_folder(variable: str, below_home: str) -> Path:
     """The folder that an environment variable names, or the one below the user's home. Raises:
-    OSError for a user without a home, as in a container that runs with a number of a user that it
-    does not know."""
+    OSError for a user without a home. A container has such a user if it runs with an unknown user
+    number."""
     if folder := os.environ.get(variable):
         return Path(folder).expanduser()
     try:
@@ -224,9 +222,8 @@ def local_copy(url: str) -> str:
     try:
         cache = user_folder("XDG_CACHE_HOME", ".cache")
     except OSError as error:
-        raise UserError(
-            "HOME", "''", f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}"
-        ) from error
+        hint = f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}"
+        raise UserError("HOME", "''", hint) from error
     return str(below(cache / "gpt2_ddp", url.replace("://", "/").lstrip("/")))
 
 
@@ -239,16 +236,16 @@ def no_such_folder(path: str | os.PathLike[str]) -> str:
     near: list[str] = []
     with suppress(OSError, ValueError):
         near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
-    return "there is no such folder" + "".join(
-        f"; did you mean {os.path.join(folder, other)}?" for other in near
-    )
+    if not near:
+        return "there is no such folder"
+    return f"there is no such folder; did you mean {os.path.join(folder, near[0])}?"
 
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    found = path
+    free = path
     number = 1
-    while os.path.lexists(found):
+    while os.path.lexists(free):
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        free = path.with_name(f"{path.name}-{number}")
+    return free

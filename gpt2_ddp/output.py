@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -66,7 +66,7 @@ def check_can_make(folder: Path) -> None:
 
 
 @contextmanager
-def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
+def locked_output(output: Path, waiting: str = "") -> Generator[Path]:
     """Locks `output`, and yields an empty hidden folder next to it, for `publish`. Removes lock and
     folder at the end.
 
@@ -79,9 +79,8 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
         check_can_make(output)
     except OSError as error:
         raise _unusable(output, error) from error
-    is_fixed = os.path.ismount(output) or (
-        output.is_dir() and not os.access(output.parent, os.W_OK)
-    )
+    is_in_fixed_folder = output.is_dir() and not os.access(output.parent, os.W_OK)
+    is_fixed = is_in_fixed_folder or os.path.ismount(output)
     base = output if is_fixed else output.parent
     aside = base / f".{output.name}.tmp"
     path = base / f".{output.name}.lock"
@@ -112,8 +111,9 @@ def _lock(output: Path, path: Path, waiting: str) -> IO[str]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not waiting:
-                    hint = "another process is writing it; wait for that process, or name another folder"
-                    raise UserError("output", output, hint) from None
+                    hint = "wait for that process, or name another folder"
+                    message = f"another process is writing it; {hint}"
+                    raise UserError("output", output, message) from None
                 print(waiting, flush=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
@@ -122,22 +122,22 @@ def _lock(output: Path, path: Path, waiting: str) -> IO[str]:
     raise UserError("output", output, "cannot be locked; choose another folder")
 
 
-def publish(aside: Path, place: Path, last: str = "") -> None:
-    """Waits until the files of `aside` are on disk, and renames it to `place` or, if that is a
-    folder with files, each file into it, the one named `last` at last. Raises: UserError if writing
-    fails."""
-    place = Path(os.path.realpath(place))
-    with writing(place):
+def publish(aside: Path, output: Path, last: str = "") -> None:
+    """Waits until the files of `aside` are on disk, and renames it to `output`. If that is a folder
+    with files, renames each file into it, the one named `last` at last. Raises: UserError if
+    writing fails."""
+    output = Path(os.path.realpath(output))
+    with writing(output):
         for path in aside.rglob("*"):
             if path.is_file():
                 fsync_path(path)
         fsync_path(aside)
-        if not place.is_dir() or not any(place.iterdir()):
-            aside.rename(place)
+        if not output.is_dir() or not any(output.iterdir()):
+            aside.rename(output)
         else:
             for path in sorted(aside.iterdir(), key=lambda path: (path.name == last, path.name)):
-                if path.name == last:
-                    fsync_path(place)
-                path.rename(place / path.name)
-            fsync_path(place)
-        fsync_path(place.parent)
+                if path.name == last:  # it is there only with all others
+                    fsync_path(output)
+                path.rename(output / path.name)
+            fsync_path(output)
+        fsync_path(output.parent)

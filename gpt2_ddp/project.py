@@ -13,22 +13,13 @@ PROJECT = PACKAGE if INSTALLED else PACKAGE.parent
 def git_commit() -> str | None:
     """The clone's commit, with `-dirty` after changes; None without git, and for an installed
     package."""
-    command = [
-        "git",
-        "-C",
-        str(PROJECT),
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude=*",
-        "--abbrev=40",
-    ]
+    if INSTALLED:  # a repository around it is that of some other project
+        return None
+    flags = ("--always", "--dirty", "--exclude=*", "--abbrev=40")
+    command = ["git", "-C", str(PROJECT), "describe", *flags]
     with suppress(OSError, subprocess.SubprocessError):
-        if not INSTALLED:  # which lies in some other project
-            return (
-                subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-                or None
-            )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() or None
     return None
 
 

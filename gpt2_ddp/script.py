@@ -53,18 +53,20 @@ def run_command(
             if command.in_one_process and is_one_of_several():
                 if os.environ["LOCAL_RANK"] != "0":
                     sys.exit(0)
-                print_line(
-                    "note: this command runs in one process; the launcher's others have ended"
-                )
-            code = (resolve_name(main) if isinstance(main, str) else main)(config)
+                note = "this command runs in one process; the launcher's others have ended"
+                print_line(f"note: {note}")
+            work = resolve_name(main) if isinstance(main, str) else main
+            code = work(config)
         except (UserError, MemoryError, RuntimeError, OSError) as error:
             mistake = user_error_of(error)
             if not isinstance(mistake, UserError):
                 raise
             report(mistake)
             code = record_exit(2)
-        if code == DIVERGED and (main_process := main_process_here()):
-            wait_for_end(main_process, RECORD_SECONDS)
+        if code == DIVERGED:
+            main_process = main_process_here()
+            if main_process:
+                wait_for_end(main_process, RECORD_SECONDS)
         sys.exit(code if isinstance(code, int) else 0)
 
 

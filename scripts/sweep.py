@@ -20,6 +20,7 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from signal import Signals
+from types import FrameType
 from typing import NamedTuple
 
 from gpt2_ddp.config.cli import load
@@ -41,67 +42,69 @@ class Member(NamedTuple):
     config: TrainingConfig  # by these flags
 
 
+class Running(NamedTuple):
+    member: Member
+    process: subprocess.Popen[bytes]
+    sent: list[int]  # signals that it has got
+
+
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that
     train_gpt2.py refuses."""
-    shared = []
-    is_own = False
-    fields = []
-    found = list[Member]()
-    own = {
-        *SweepConfig.first,
-        "run_name",
-        "seed",
-        *(text.partition("=")[0] for text in config.vary),
-    }
+    varied = {text.partition("=")[0] for text in config.vary}
+    not_shared = {*SweepConfig.first, "run_name", "seed", *varied}
+    shared: list[str] = []  # words of flags that all runs have
+    is_shared = True
     for word in argv:
-        is_own = word[2:].partition("=")[0] in own if word.startswith("--") else is_own
-        shared += [] if is_own else [word]
+        if word.startswith("--"):
+            is_shared = word[2:].partition("=")[0] not in not_shared
+        if is_shared:
+            shared.append(word)
+    fields: list[list[tuple[str, str]]] = []
     for text in config.vary:
         name, _, values = text.partition("=")
         if not values or name in ("seed", "run_name", "output_dir"):
-            raise UserError(
-                "vary",
-                text,
-                "should be a field and values, like optim.lr=3e-4,6e-4; seeds: --seeds 1 2",
-            )
+            hint = "should be a field and values, like optim.lr=3e-4,6e-4; seeds: --seeds 1 2"
+            raise UserError("vary", text, hint)
         # not at a list's commas
         fields.append([(name, value) for value in re.split(r",(?![^\[]*\])", values)])
+    members: list[Member] = []
     for chosen, seed in product(product(*fields), config.seeds or (config.seed,)):
         parts = [*(f"{name.rpartition('.')[2]}_{value}" for name, value in chosen), f"seed_{seed}"]
-        folder = Path(
-            config.output_dir, re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts]))
-        )
+        name = re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts]))
+        folder = Path(config.output_dir, name)
         words = [word for field, value in chosen for word in (f"--{field}", value)]
         flags = [*shared, "--run_name", folder.name, "--seed", str(seed), *words]
         preset = training_default({"data.path": " ".join(config.data.path), **dict(chosen)})
-        found.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
-    return found
+        members.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
+    return members
 
 
 def train_all(members: list[Member], at_once: int, gpus: list[str]) -> dict[Path, str]:
     """Trains the runs. One that fails ends alone; one that a killed sweep left saving waits.
     Returns how those ended that are not complete, by their folders. Raises: Stopped."""
-    # running: by slot
     todo = [*members]
-    heard = []
-    running = {}
-    incomplete = {}
-    uninstall = install_handlers(lambda number, frame: heard.append(number), last=False)
+    signals: list[int] = []  # those that this process has received
+    running: dict[int, Running] = {}  # by slot
+    incomplete: dict[Path, str] = {}
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+
+    uninstall = install_handlers(receive, last=False)
     try:
-        while running or (todo and not heard):
-            for slot in set(range(at_once)) - running.keys() if not heard else ():
-                if member := next(
-                    (member for member in todo if not is_locked(member.folder)), None
-                ):
+        while running or (todo and not signals):
+            free_slots = set(range(at_once)) - running.keys() if not signals else ()
+            for slot in free_slots:
+                member = next((member for member in todo if not is_locked(member.folder)), None)
+                if member:
                     todo.remove(member)
-                    running[slot] = member, start(member, slot, at_once, gpus), []
-                    print(
-                        f"{member.folder} starts; its output is in {member.folder}.log", flush=True
-                    )
+                    running[slot] = Running(member, start(member, slot, at_once, gpus), [])
+                    note = f"{member.folder} starts; its output is in {member.folder}.log"
+                    print(note, flush=True)
             time.sleep(POLL_SECONDS)
             for slot, (member, process, sent) in [*running.items()]:
-                for number in heard[len(sent) :]:
+                for number in signals[len(sent) :]:
                     process.send_signal(number)
                     sent.append(number)
                 if process.poll() is not None:
@@ -112,27 +115,23 @@ def train_all(members: list[Member], at_once: int, gpus: list[str]) -> dict[Path
                     print(f"{member.folder} {end}", flush=True)
     finally:
         uninstall()
-    if heard:
-        raise Stopped(Signals(heard[0]).name)
+    if signals:
+        raise Stopped(Signals(signals[0]).name)
     return incomplete
 
 
 def start(member: Member, slot: int, at_once: int, gpus: list[str]) -> subprocess.Popen[bytes]:
     """The process of a run, on the GPU of its slot or on its share of the cores. It stops when this
     process ends."""
-    own = {CHILD: "1", "PYTHONUNBUFFERED": "1"} | (
-        {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}
-    )
-    if at_once > 1 and not gpus:
-        own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(
-            max(usable_cores() // at_once, 1)
-        )
+    environment = os.environ | {CHILD: "1", "PYTHONUNBUFFERED": "1"}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    elif at_once > 1 and not environment.get("OMP_NUM_THREADS"):
+        environment["OMP_NUM_THREADS"] = str(max(usable_cores() // at_once, 1))
     member.folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(PROJECT / "scripts/train_gpt2.py"), *member.flags]
     with open(f"{member.folder}.log", "ab") as log:
-        return subprocess.Popen(
-            command, stdout=log, stderr=log, env=os.environ | own, process_group=0
-        )
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
 
 
 def check_log(member: Member) -> None:
@@ -148,9 +147,8 @@ def check_log(member: Member) -> None:
 def describe_end(member: Member, code: int) -> str:
     """How a run ended, by its exit code; of a failure, the last line of its output."""
     last = Path(f"{member.folder}.log").read_text(errors="replace").rstrip().rpartition("\n")[2]
-    return {0: "is complete", DIVERGED: "diverged", STOPPED: "stopped"}.get(
-        code, f"failed: {last or code}"
-    )
+    ends = {0: "is complete", DIVERGED: "diverged", STOPPED: "stopped"}
+    return ends.get(code, f"failed: {last or code}")
 
 
 def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path) -> int:
@@ -177,9 +175,8 @@ def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path)
 def main(config: SweepConfig) -> int:
     """Trains what is missing, and compares all runs."""
     if world_size() > 1:
-        raise UserError(
-            "sweep.py", "under a launcher", "starts the runs itself; start it with python"
-        )
+        hint = "starts the runs itself; start it with python"
+        raise UserError("sweep.py", "under a launcher", hint)
     members = find_members(config, sys.argv[1:])
     if config.dry_run:
         for member in members:

@@ -281,5 +281,6 @@ class TransformerConfig(JobConfig):
             hint = f"should be even and a multiple of model.n_head ({model.n_head})"
             yield "model.n_embd", model.n_embd, f"{hint}, like {2 * model.n_head}"
         if self.data.sequences > model.vocab_size:
-            hint = f"should be at most model.vocab_size ({model.vocab_size})"
-            yield "data.sequences", self.data.sequences, f"{hint}: each sequence has its own token"
+            most = f"should be at most model.vocab_size ({model.vocab_size})"
+            hint = f"{most}: each sequence has its own token"
+            yield "data.sequences", self.data.sequences, hint

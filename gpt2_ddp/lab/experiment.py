@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,9 +29,15 @@ class Experiment:
         return {name: value for part in self.measure(accelerator) for name, value in part.items()}
 
 
-def experiment(**claim: Any) -> Callable[[Measure], Experiment]:
+def experiment(
+    *, claim: str, wrong: str, right: str, measured: str, holds: Callable[[SimpleNamespace], bool]
+) -> Callable[[Measure], Experiment]:
     """Makes an Experiment of a measuring function."""
-    return partial(Experiment, **claim)
+
+    def make(measure: Measure) -> Experiment:
+        return Experiment(measure, claim, wrong, right, measured, holds)
+
+    return make
 
 
 def make_model(seed: int = 0) -> nn.Sequential:

@@ -27,17 +27,15 @@ def run_lab(config: LabConfig) -> int:
     refuse_launcher()
     for name in config.only:
         if name not in EXPERIMENTS:
-            raise UserError(
-                "only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}"
-            )
+            hint = f"is not an experiment; choose from {', '.join(EXPERIMENTS)}"
+            raise UserError("only", name, hint)
     failed = 0
     for name, numbers in run_experiments(config.only or tuple(EXPERIMENTS)).items():
         experiment = EXPERIMENTS[name]
         fails = not experiment.holds(SimpleNamespace(**numbers))
         failed |= fails
-        print(
-            f"{name}{' FAILS' * fails}\n{as_list(experiment, experiment.measured.format_map(numbers))}\n"
-        )
+        title = f"{name} FAILS" if fails else name
+        print(f"{title}\n{as_list(experiment, experiment.measured.format_map(numbers))}\n")
     return failed
 
 

@@ -56,7 +56,10 @@ def record_bytes(sizes: list[int], bucket) -> torch.futures.Future[Tensor]:
     claim="Accumulating over 4 micro-batches, gradients need to travel once, not 4 times",
     wrong="DDP as it is: every backward all-reduces",
     right="no_sync() for all but the last micro-batch",
-    measured="bytes all-reduced per step: {every:.0f} without, {last:.0f} with no_sync; gradients {apart:.0e} apart",
+    measured=(
+        "bytes all-reduced per step: {every:.0f} without, {last:.0f} with no_sync; gradients"
+        " {apart:.0e} apart"
+    ),
     holds=lambda m: m.last == m.parameter_bytes and m.every == 4 * m.last and m.apart < 1e-5,
 )
 def no_sync(accelerator: Accelerator):
@@ -77,7 +80,10 @@ def no_sync(accelerator: Accelerator):
 
 
 @experiment(
-    claim="DDP waits for every parameter's gradient; one that takes no part in the loss stops training",
+    claim=(
+        "DDP waits for every parameter's gradient; one that takes no part in the loss stops"
+        " training"
+    ),
     wrong="DDP as it is",
     right="find_unused_parameters=True (or remove the parameter)",
     measured="steps done of 5: {default} (`{error}`), {found} with find_unused_parameters",
@@ -128,8 +134,10 @@ def gap(model: nn.Module) -> float:
     claim="DDP averages gradients only of what was called through it",
     wrong="loss = f(model.module(inputs))",
     right="loss = f(model(inputs)); model.module is for saving and evaluation",
-    measured="largest difference of a weight between ranks after 10 steps: {module:.2f} by model.module, "
-    "{model:g} by model",
+    measured=(
+        "largest difference of a weight between ranks after 10 steps: {module:.2f} by"
+        " model.module, {model:g} by model"
+    ),
     holds=lambda m: m.model == 0 and m.module > 0.01,
 )
 def called_module(accelerator: Accelerator):
@@ -148,8 +156,10 @@ def called_module(accelerator: Accelerator):
     claim="DDP broadcasts weights once, in its constructor; what rank 0 loads later stays rank 0's",
     wrong="model = DDP(model); if rank == 0: model.module.load_state_dict(saved)",
     right="load before wrapping (or on all ranks)",
-    measured="largest difference of a weight between ranks after 10 steps: {after:.2f} loaded after wrapping, "
-    "{before:g} before",
+    measured=(
+        "largest difference of a weight between ranks after 10 steps: {after:.2f} loaded after"
+        " wrapping, {before:g} before"
+    ),
     holds=lambda m: m.before == 0 and m.after > 0.01,
 )
 def loaded_after_wrapping(accelerator: Accelerator):
@@ -167,8 +177,10 @@ def loaded_after_wrapping(accelerator: Accelerator):
     claim="DDP's state_dict has names that the model itself does not know",
     wrong="torch.save(model.state_dict(), path)",
     right="accelerator.unwrap_model(model).state_dict()",
-    measured="loaded into the bare model: `{error}`; with strict=False {forced:.0f} of 4 tensors and no error; "
-    "unwrapped {unwrapped:.0f}",
+    measured=(
+        "loaded into the bare model: `{error}`; with strict=False {forced:.0f} of 4 tensors and"
+        " no error; unwrapped {unwrapped:.0f}"
+    ),
     holds=lambda m: m.forced == 0 and m.unwrapped == 4,
 )
 def module_prefix(accelerator: Accelerator):
@@ -186,8 +198,13 @@ def module_prefix(accelerator: Accelerator):
 @experiment(
     claim="A DistributedSampler that is not told the epoch shuffles every epoch alike",
     wrong="forget set_epoch",
-    right="sampler.set_epoch(epoch) before each epoch, or a shuffling loader prepared by Accelerate",
-    measured="places in epoch 2 with the same sample as in epoch 1: {forgotten:.1%} forgotten, {told:.1%} told",
+    right=(
+        "sampler.set_epoch(epoch) before each epoch, or a shuffling loader prepared by Accelerate"
+    ),
+    measured=(
+        "places in epoch 2 with the same sample as in epoch 1: {forgotten:.1%} forgotten,"
+        " {told:.1%} told"
+    ),
     holds=lambda m: m.forgotten == 1 and m.told < 0.05,
 )
 def set_epoch(accelerator: Accelerator):
@@ -203,11 +220,16 @@ def set_epoch(accelerator: Accelerator):
 
 
 @experiment(
-    claim="A distributed loader repeats samples until all ranks have whole batches; a metric must not count them",
+    claim=(
+        "A distributed loader repeats samples until all ranks have whole batches; a metric must"
+        " not count them"
+    ),
     wrong="accelerator.gather",
     right="accelerator.gather_for_metrics, which drops the repeated ones",
-    measured="of 37 test samples: {padded:.0f} counted, accuracy {padded_accuracy:.1%}; dropped: {dropped:.0f}, "
-    "{dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
+    measured=(
+        "of 37 test samples: {padded:.0f} counted, accuracy {padded_accuracy:.1%}; dropped:"
+        " {dropped:.0f}, {dropped_accuracy:.1%}; on one process {true_accuracy:.1%}"
+    ),
     holds=lambda m: (
         m.dropped == 37 < m.padded
         and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.02
@@ -225,7 +247,7 @@ def padded_test_set(accelerator: Accelerator):
         yield {way: len(counted), f"{way}_accuracy": counted.mean().item()}
 
 
-def brief_group(seconds: float) -> Any:
+def brief_group(seconds: float) -> object:
     """All ranks, with a timeout of so many seconds in place of the default's 30 minutes."""
     dist.barrier()  # its ranks are to come at about the same time from here on
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
@@ -234,9 +256,14 @@ def brief_group(seconds: float) -> Any:
 @experiment(
     claim="A rank with one batch more waits for an all-reduce that nobody joins",
     wrong="loop over what each rank has",
-    right="with Join([model]) (or as many batches on all ranks); Accelerate's join_uneven_inputs needs GPUs",
-    measured="batches done by the rank that has 4, the other having 3: {alone:.0f}, and then it waits for the timeout; "
-    "{joined:.0f} joined",
+    right=(
+        "with Join([model]) (or as many batches on all ranks); Accelerate's join_uneven_inputs"
+        " needs GPUs"
+    ),
+    measured=(
+        "batches done by the rank that has 4, the other having 3: {alone:.0f}, and then it waits"
+        " for the timeout; {joined:.0f} joined"
+    ),
     holds=lambda m: m.alone == 3 and m.joined == 4,
 )
 def unequal_batches(accelerator: Accelerator):
@@ -252,7 +279,7 @@ def unequal_batches(accelerator: Accelerator):
         yield {way: largest(done)}
 
 
-def sum_over_ranks(value: float, group: Any) -> float:
+def sum_over_ranks(value: float, group: object) -> float:
     """The sum of the ranks' values, on all of them. Collective; RuntimeError after the group's
     timeout."""
     total = torch.tensor(value)
@@ -261,11 +288,16 @@ def sum_over_ranks(value: float, group: Any) -> float:
 
 
 @experiment(
-    claim="A collective inside `if is_main_process` meets the other ranks' next collective, and at last none",
+    claim=(
+        "A collective inside `if is_main_process` meets the other ranks' next collective, and at"
+        " last none"
+    ),
     wrong="if accelerator.is_main_process: print(accelerator.reduce(loss, 'mean'))",
     right="mean = accelerator.reduce(loss, 'mean') on all ranks, print it on one",
-    measured="3 steps; reduced by rank 0 alone: mean loss {alone_mean:.3f}, and step {alone:.0f} is the last before "
-    "the timeout; by all: {all_mean:.3f}, {all:.0f} steps",
+    measured=(
+        "3 steps; reduced by rank 0 alone: mean loss {alone_mean:.3f}, and step {alone:.0f} is"
+        " the last before the timeout; by all: {all_mean:.3f}, {all:.0f} steps"
+    ),
     holds=lambda m: (
         (m.alone, m.all) == (1, 3)
         and m.alone_mean != m.all_mean
@@ -290,11 +322,16 @@ def collective_on_one_rank(accelerator: Accelerator):
 
 
 @experiment(
-    claim="Where every rank saves to the same file, one truncates what another has finished and goes on to read",
+    claim=(
+        "Where every rank saves to the same file, one truncates what another has finished and"
+        " goes on to read"
+    ),
     wrong="torch.save(state, path) on every rank",
     right="if accelerator.is_main_process: save; then accelerator.wait_for_everyone()",
-    measured="tensors of 4 that rank 0 reads while rank 1 still writes: {every:.0f}; where rank 0 alone saves: "
-    "{one:.0f}",
+    measured=(
+        "tensors of 4 that rank 0 reads while rank 1 still writes: {every:.0f}; where rank 0"
+        " alone saves: {one:.0f}"
+    ),
     holds=lambda m: (m.every, m.one) == (0, 4),
 )
 def every_rank_saves(accelerator: Accelerator):
@@ -319,7 +356,10 @@ def every_rank_saves(accelerator: Accelerator):
     claim="DDP's mean over ranks gives each rank the same weight, however few rows it has",
     wrong="each rank's mean over its own rows",
     right="each rank's sum, times the number of ranks, over the rows of all",
-    measured="3 rows on rank 0 and 1 on rank 1; off the gradient of the 4: {means:.0%} by means, {sums:.0e} by sums",
+    measured=(
+        "3 rows on rank 0 and 1 on rank 1; off the gradient of the 4: {means:.0%} by means,"
+        " {sums:.0e} by sums"
+    ),
     holds=lambda m: m.sums < 1e-5 and m.means > 0.1,
 )
 def unequal_shares(accelerator: Accelerator):
@@ -336,7 +376,10 @@ def unequal_shares(accelerator: Accelerator):
     claim="A scheduler prepared by Accelerate advances once per process and step",
     wrong="accelerator.prepare(scheduler), made for 20 optimizer steps",
     right="step a scheduler of your own once per optimizer step",
-    measured="learning rate after 10 of 20 steps of a linear decay from 1 to 0: {prepared:.2f} prepared, {own:.2f} own",
+    measured=(
+        "learning rate after 10 of 20 steps of a linear decay from 1 to 0: {prepared:.2f}"
+        " prepared, {own:.2f} own"
+    ),
     holds=lambda m: abs(m.own - 0.5) < 1e-6 and abs(m.prepared) < 1e-6,
 )
 def scheduler_steps(accelerator: Accelerator):
@@ -353,10 +396,16 @@ def scheduler_steps(accelerator: Accelerator):
 
 
 @experiment(
-    claim="Spreading a batch over ranks changes nothing that the learning rate has to follow: gradients are averaged",
+    claim=(
+        "Spreading a batch over ranks changes nothing that the learning rate has to follow:"
+        " gradients are averaged"
+    ),
     wrong="multiply the learning rate by the number of processes, the global batch being the same",
     right="the same learning rate (a larger global batch is another question)",
-    measured="loss after 30 steps: {one:.3f} on one process, {same:.3f} on two, {multiplied:.2e} with twice the rate",
+    measured=(
+        "loss after 30 steps: {one:.3f} on one process, {same:.3f} on two, {multiplied:.2e} with"
+        " twice the rate"
+    ),
     holds=lambda m: abs(m.same / m.one - 1) < 1e-3 and m.multiplied > 10 * m.one,
 )
 def multiplied_learning_rate(accelerator: Accelerator):
