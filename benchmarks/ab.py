@@ -1,7 +1,9 @@
 """Compare variants of a training step on one device: each in a process of its own, and only one
 computes at a time.
 
-    python -m benchmarks.ab A loss gelu loss+gelu+x8 --seconds 240   # benchmarks/variants.py has the names
+    python -m benchmarks.ab A loss gelu loss+gelu+x8 --seconds 240
+
+benchmarks/variants.py has the names.
 
 A round gives each variant a turn, and A two: the distance of these two says what a difference is
 worth. All processes compile at the same time. They then wait for their turns, and hold no memory

@@ -42,16 +42,14 @@ def random(*shape: int) -> Tensor:
 def main(rows: int) -> None:
     """Prints the figures; `rows`: tokens of a micro-batch."""
     source, target = (torch.randn(2**30, device="cuda") for _ in range(2))
-    print(
-        f"copy: {2 * source.nbytes / milliseconds(partial(target.copy_, source), 10) / 1e9:.2f} TB/s, read and written"
-    )
+    rate = 2 * source.nbytes / milliseconds(partial(target.copy_, source), 10) / 1e9
+    print(f"copy: {rate:.2f} TB/s, read and written")
     del source, target
     one = random(8192, 8192)
     other = random(8192, 8192)
     size = 2 * 8192**3
-    print(
-        f"8192 x 8192 x 8192: {size / milliseconds(partial(torch.mm, one, other), 10) / 1e9:.0f} TFLOP/s in a burst"
-    )
+    rate = size / milliseconds(partial(torch.mm, one, other), 10) / 1e9
+    print(f"8192 x 8192 x 8192: {rate:.0f} TFLOP/s in a burst")
     end = time.monotonic() + 5
     found = 0.0
     while time.monotonic() < end:

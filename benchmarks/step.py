@@ -51,7 +51,8 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
             run = short_run(config, Path(folder), batch, precision, how, {})
             random_tokens(Path(run.data.paths[0]))
             timings = time_contenders(contenders(config, run, device), device, config)
-        what = f"{Path(config.preset).stem}, {batch} x {run.model.block_size}, {precision}, compile {how}"
+        sizes = f"{batch} x {run.model.block_size}"
+        what = f"{Path(config.preset).stem}, {sizes}, {precision}, compile {how}"
         tokens = run.train.global_batch_tokens
         unit = "tokens/s" if device.type == "cuda" else "tokens/CPU s"
         yield Case(

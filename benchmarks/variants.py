@@ -1,6 +1,8 @@
 """Variants of a training step, by name: `loss+gelu+x8` switches three of them on together.
 
-python -m benchmarks.variants loss+gelu scripts/train_gpt2.py --train.steps 60   # a script with them switched on
+    python -m benchmarks.variants loss+gelu scripts/train_gpt2.py --train.steps 60
+
+runs a script with them switched on.
 """
 
 import os

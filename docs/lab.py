@@ -3,8 +3,8 @@ written by hand.
 
     python docs/lab.py  # less than 20 s on two cores
 
-`tests/lab/test_lab.py` fails if the lower part differs from the code, or its figures from those of a
-run.
+`tests/lab/test_lab.py` fails if the lower part differs from the code, or its figures
+from those of a run.
 """
 
 import inspect

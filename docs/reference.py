@@ -4,8 +4,8 @@ docs/reference.py`.
 Each page begins with a part that is written by hand; what follows NOTE is generated.
 
 Fields, values, defaults and meanings come from the same classes as `--help`; groups and summaries
-of scripts come from `gpt2-ddp`. Imports no torch. `tests/docs/test_reference.py` fails if a page differs
-from the code.
+of scripts come from `gpt2-ddp`. Imports no torch. `tests/docs/test_reference.py` fails if a
+page differs from the code.
 """
 
 import ast

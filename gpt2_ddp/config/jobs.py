@@ -1,5 +1,8 @@
 """Configurations of the small supervised jobs."""
 
+# Sections are frozen, so a narrower type is sound.
+# pyright: reportIncompatibleVariableOverride=false
+
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 

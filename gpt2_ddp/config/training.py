@@ -1,5 +1,8 @@
 """The configuration of train_gpt2.py."""
 
+# Sections are frozen, so a narrower type is sound.
+# pyright: reportIncompatibleVariableOverride=false
+
 import math
 import os
 from collections.abc import Iterator, Mapping
