@@ -97,12 +97,13 @@ def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
 
 
 STATE = "state_names"
-"""Key of a parameter group: names of the tensors that the optimizer keeps for each parameter."""
-OF_ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
+"""Key of a parameter group: names of the tensors that the optimizer keeps for each parameter. A
+tuple, which `torch.load` reads from a saved optimizer without trust."""
+OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 """Names of the state of Adam and AdamW."""
-OF_MOMENTUM = frozenset({"momentum_buffer"})
+OF_MOMENTUM = ("momentum_buffer",)
 """Names of the state of Muon, and of SGD with momentum."""
-ADAMW_STATE: dict[str, Set[str]] = dict.fromkeys(("decayed", "vector", "embedding"), OF_ADAM)
+ADAMW_STATE: dict[str, Sequence[str]] = dict.fromkeys(("decayed", "vector", "embedding"), OF_ADAM)
 """State of AdamW in the groups of `decay_groups`."""
 
 
@@ -116,7 +117,7 @@ class OptimizerEntry(NamedTuple):
     """
 
     build: Callable[[nn.Module, OptimConfig], Optimizer]
-    state: Mapping[str, Set[str]]
+    state: Mapping[str, Sequence[str]]
 
 
 OPTIMIZERS = {
@@ -132,7 +133,7 @@ def state_names(optimizer: Optimizer) -> dict[Tensor, Set[str]]:
     names: dict[Tensor, Set[str]] = {}
     for group in optimizer.param_groups:
         if STATE in group:
-            names |= dict.fromkeys(group["params"], group[STATE])
+            names |= dict.fromkeys(group["params"], frozenset(group[STATE]))
     return names
 
 

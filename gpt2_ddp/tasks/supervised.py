@@ -248,7 +248,7 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig) -> Optimizer:
         if config.momentum:  # created now: a skipped first step would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        optimizer.param_groups[0][STATE] = OF_MOMENTUM if config.momentum else frozenset()
+        optimizer.param_groups[0][STATE] = OF_MOMENTUM if config.momentum else ()
         return optimizer
     kind = Adam if config.name == "adam" else AdamW
     optimizer = without_dynamo(kind)(
