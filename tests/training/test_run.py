@@ -346,3 +346,18 @@ def test_architecture_names_the_calls_of_a_save_and_of_a_start_in_their_order(tr
     called = json.loads((trained.parent / "calls.json").read_text())
     found = [name for call in called for name in names if call.endswith(f".{name}")]
     assert found == names
+
+
+def test_each_name_of_architectures_tour_is_in_the_file_beside_it():
+    text = (ROOT / "docs/architecture.md").read_text()
+    table = text.partition("| step of the tour |")[2].partition("\n\n")[0]
+    tour = text.partition("```python")[2].partition("```")[0]
+    rows = [line.split("|") for line in table.splitlines() if "](../" in line]
+    assert len(rows) > 8
+    for _, names, files, _ in rows:
+        code = "".join(
+            (ROOT / "docs" / path).read_text() for path in re.findall(r"\]\((.*?)\)", files)
+        )
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"(def|class) {name}\b|\b{name}:", code), name
+            assert re.search(rf"\b{name}\b", tour) or name == "Task", name
