@@ -47,13 +47,12 @@ class Field(NamedTuple):
 
     text: str = ""  # in the terminal
     panel: str = ""  # title in a report
-    kind: Literal["repeated", "measured", "counted", "event", "own"] = "repeated"
+    kind: Literal["repeated", "measured", "counted", "own"] = "repeated"
     """What readers expect of the value:
 
     - repeated: equal when trained again, floats up to the order of sums; null if not finite.
     - measured: differs when trained again; null if unknown.
     - counted: a share of samples, which another order of sums may change.
-    - event: a field of events; null if it does not apply.
     - own: a task's own number, of which nothing is expected.
     """
     unit: str = ""  # in a report
@@ -62,7 +61,7 @@ class Field(NamedTuple):
 
 FIELDS = {
     # of every row
-    "event": Field(kind="event"),
+    "event": Field(),
     "chain": Field(kind="measured"),
     # of steps, in the order in which the terminal shows them
     "step": Field(),
@@ -92,10 +91,9 @@ FIELDS = {
     "data_share": Field(panel="Waiting for data (share of the time)", kind="measured"),
     "order_digest": Field(),
 }
-"""Every field that the core writes to rows, by name; those of EVENTS are added below. NAME is a
-source of a mixture, and any task's speed is declared as `tokens_per_second`. A name that is missing
-here is a task's own number, and no replay compares it. So a test trains runs and looks up the names
-in their rows."""
+"""Every field that the core writes to the rows of steps, by name. NAME is a source of a mixture, and
+any task's speed is declared as `tokens_per_second`. A name that is missing here is a task's own
+number, and no replay compares it. So a test trains runs and looks up the names in their rows."""
 EVENTS = {
     "start": (
         *("kind", "run_id"),
@@ -111,16 +109,14 @@ EVENTS = {
     "branch": (*Parent.model_fields, *FeedState.model_fields),
     "end": ("outcome", "kept"),
 }
-"""The fields of each event, besides `event`, `step` and `chain`."""
-for _names in EVENTS.values():
-    for _name in _names:
-        FIELDS.setdefault(_name, Field(kind="event"))
+"""The fields of each event, besides `event`, `step` and `chain`. A task's own number in the rows of
+steps may have one of these names."""
 OWN = Field(kind="own")
 
 
 @cache
 def field_of(name: str) -> Field:
-    """The declaration of a field. Any name that is not declared is a task's own number."""
+    """The declaration of a field in a row of a step. Any name that is not declared is a task's own number."""
     source = name.partition("/")[0]
     if name.endswith("_per_second"):
         return FIELDS["tokens_per_second"]
