@@ -91,8 +91,8 @@ FIELDS = {
     "data_share": Field(panel="Waiting for data (share of the time)", kind="measured"),
     "order_digest": Field(),
 }
-"""Every field that the core writes to the rows of steps, by name. NAME is a source of a mixture, and
-any task's speed is declared as `tokens_per_second`. A name that is missing here is a task's own
+"""Every field that the core writes to the rows of steps, by name. NAME is a source of a mixture,
+and any task's speed is declared as `tokens_per_second`. A name that is missing here is a task's own
 number, and no replay compares it. So a test trains runs and looks up the names in their rows."""
 EVENTS = {
     "start": (
@@ -116,7 +116,8 @@ OWN = Field(kind="own")
 
 @cache
 def field_of(name: str) -> Field:
-    """The declaration of a field in a row of a step. Any name that is not declared is a task's own number."""
+    """The declaration of a field in a row of a step. Any name that is not declared is a task's own
+    number."""
     source = name.partition("/")[0]
     if name.endswith("_per_second"):
         return FIELDS["tokens_per_second"]
