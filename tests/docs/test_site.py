@@ -47,6 +47,14 @@ def test_every_link_and_anchor_is_there(page):
         assert not anchor or anchor in anchors(file), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_of_code_that_a_page_names_is_there(page):
+    # a diff of docs/extend.md makes files
+    text = re.sub(r"```diff\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    for name in re.findall(r"\b(?:gpt2_ddp|tests)/[\w/]*\w\.py\b", text):
+        assert (ROOT / name).exists(), name
+
+
 class Loader(yaml.SafeLoader):
     """Reads mkdocs.yml, whose anchors are made by a function of Python's."""
 

@@ -122,7 +122,7 @@ def train_and_stop(config, bad, during, step, rank):
     """Trains; that rank is sent SIGTERM halfway `during` what follows step `step`. Returns the
     outcome, and how often the rest was polled."""
     from gpt2_ddp.checkpoint import store
-    from gpt2_ddp.evaluation import items as scoring
+    from gpt2_ddp.tasks import pretraining
     from gpt2_ddp.training import start, stop
 
     now = SimpleNamespace(place="", polls=0, after=0)
@@ -160,7 +160,7 @@ def train_and_stop(config, bad, during, step, rank):
     stop.StopRequest.poll = polled
     watch(start.Trainer, "evaluate", "evaluate")
     watch(start.Training, "sample", "sample")
-    watch(scoring, "answer", "tasks")
+    watch(pretraining, "answer", "tasks")
     watch(store.CheckpointStore, "save", "save")
     return train_narrow(config, bad), now.after
 
