@@ -87,16 +87,20 @@ lock: $(VENV)/.installed  ## pin the image's packages, for x86_64 and its Python
 	    --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate \
 	    --custom-compile-command "make lock" --output-file docker/requirements.lock $(ARGS)
 
-check: $(VENV)/.installed-dev  ## check formatting, lint and types; edits nothing
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports --no-cache
-	! grep -rnE --include=*.py '(all|is)close|approx\(|testing.assert_close|atol=' tests  # tests/close.py compares numbers
+check: $(VENV)/.installed-dev  ## check formatting, lint, types and imports, all of them; edits nothing
+	@failed=0; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/pyright || failed=1; \
+	$(BIN)/lint-imports --no-cache || failed=1; \
+	! grep -rnE --include=*.py '(all|is)close|approx\(|testing.assert_close|atol=' tests \
+	    || { echo "tests compare numbers by tests/close.py"; failed=1; }; \
+	exit $$failed
 
 format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
-	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format --quiet .
 
 # An environment of its own, without torch. mkdocs with --quiet would not count warnings.
 docs: .venv-docs/.installed  ## write the reference pages and build the site into site/; warnings fail

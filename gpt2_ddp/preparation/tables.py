@@ -1,7 +1,7 @@
 """Tables: files whose rows hold the documents, such as JSON lines, CSV and parquet.
 
-A format is a subclass of `Table`, and an instance of it in `TABLES` for each of its suffixes. It
-needs no other change:
+A format is a subclass of `Table`, and an instance of it in `TABLES` for each of its suffixes. One
+of UTF-8 text, or with a library of its own, needs no other code:
 
     scan ────────▶ Table.parts   what workers read, one at a time; damage is found here
                    Table.rows    the first rows: is there text in the column?
