@@ -140,10 +140,15 @@ ARCHITECTURES = {
 
 
 class Context(NamedTuple):
-    """What the blocks know of the tokens: rotation of their positions, attention mask (None:
-    causal; bool [B, 1, T, T], or its blocks), cache, and value embeddings [B, T, K·Q] of each
-    layer. The cache has keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the layers
-    write those of the last T."""
+    """What the blocks know of the tokens.
+
+    Attributes:
+        rotation: of their positions.
+        mask: of attention, bool [B, 1, T, T] or its blocks; None: causal.
+        cache: keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the layers write those of
+            the last T.
+        values: value embeddings [B, T, K·Q] of each layer.
+    """
 
     rotation: Rotation | None = None
     mask: "Tensor | BlockMask | None" = None

@@ -104,8 +104,8 @@ class Mirror:
         """Takes the lease, and the whole checkpoints that are newer than those here, with the
         records.
 
-        Raises: UserError if the URL has another run, if another machine trains this one, or if
-        there is a newer state of which nothing is intact; any error of the storage.
+        Raises: UserError if the URL has another run, or if another machine trains this one. Also
+        if there is a newer state of which nothing is intact. Any error of the storage.
         """
         self._take_lease()
         try:

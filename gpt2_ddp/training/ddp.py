@@ -77,8 +77,8 @@ class Replicated:
         """Runs one backward pass of zero gradients, and restores buffers (BatchNorm's statistics).
 
         After its first backward pass, DDP rebuilds its buckets and sums gradients in another order.
-        So without a warm-up the first step after a resume would sum in another order than the same
-        step of an uninterrupted run: with 3 or more processes, its bits would differ.
+        Without a warm-up, the first step after a resume would sum in another order than the same
+        step of an uninterrupted run. With 3 or more processes, its bits would differ.
 
         `loss`: scalar, on inputs of the usual shapes; a compiled model would compile for others."""
         if not isinstance(model, DistributedDataParallel):
