@@ -53,7 +53,7 @@ from gpt2_ddp.files import (
     writing,
 )
 from gpt2_ddp.project import command_for
-from gpt2_ddp.records.rows import METRICS, is_rollback, read_events
+from gpt2_ddp.records.rows import METRICS, Row, is_rollback, read_events
 from gpt2_ddp.state import KINDS, State
 
 LARGEST = {STATE: 2**26, CONFIG: 2**16}
@@ -122,7 +122,7 @@ def verify_recorded(path: Path, weights: bool = True) -> Checkpoint:
     return checkpoint
 
 
-def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], before: int) -> str:
+def record_defect(checkpoint: Checkpoint, events: Sequence[Row], before: int) -> str:
     """Why a checkpoint is not the one that the events of its run record; empty if it is. It was
     written after the first `before` events. A kill may have come before its row; then no checkpoint
     of its step or a later one follows."""
@@ -132,7 +132,7 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     if step != checkpoint.step:
         return f"holds the state of step {checkpoint.step}"
     starts = [row for row in events if row["event"] == "start"]
-    start = starts[0] if starts else dict[str, Any]()
+    start = starts[0] if starts else Row()
     run_id = checkpoint.state.progress.run_id
     recorded_id = start.get("run_id", run_id)
     if run_id != recorded_id:
@@ -154,7 +154,7 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
 
 
-def _is_too_late(step: int, before: Sequence[dict[str, Any]]) -> bool:
+def _is_too_late(step: int, before: Sequence[Row]) -> bool:
     """Whether no run saves a checkpoint of this step after these events: it ended, or it saved this
     step or a later one and neither started nor rolled back since. Otherwise a forged checkpoint
     could name a row after its own record."""
@@ -174,7 +174,7 @@ class Recorded(NamedTuple):
     sha256: object
 
 
-def recorded_checkpoint(row: dict[str, Any]) -> Recorded | None:
+def recorded_checkpoint(row: Row) -> Recorded | None:
     """The checkpoint that an event records: the one just saved or, at a start, the newest."""
     match row if row["event"] == "checkpoint" else row.get("checkpoint"):
         case {"step": int(step), "sha256": sha256}:

@@ -3,17 +3,17 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.records.rows import FIELDS, finite, is_own, speed_of, time_left
+from gpt2_ddp.records.rows import FIELDS, Row, finite, is_own, speed_of, time_left
 from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.records.trackers import Trackers
 
 
-def describe(row: dict[str, Any]) -> list[str]:
+def describe(row: Row) -> list[str]:
     """A row's losses, own numbers of the task and speed as texts; missing fields and names with a /
     are left out."""
     unit, rate = speed_of(row)
@@ -34,7 +34,7 @@ def describe(row: dict[str, Any]) -> list[str]:
 
 
 T = TypeVar("T")
-OnRow = Callable[[dict[str, Any]], object]
+OnRow = Callable[[Row], object]
 
 
 class Sample(NamedTuple):
@@ -59,7 +59,7 @@ class Metrics:
         if self._log.is_main and config.tracking.log_with:
             self.trackers = Trackers(self.attempt, config, run_id, self._log.path)
 
-    def log(self, row: dict[str, Any], steps: int | None) -> None:
+    def log(self, row: Row, steps: int | None) -> None:
         """Writes and prints one row. JSON lacks numbers that are not finite; they become null.
         `steps`: of the whole run; None while unknown."""
         row = finite(row)

@@ -41,6 +41,9 @@ Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or
 useless weights."""
 
+Row = dict[str, Any]
+"""A row of metrics.jsonl, of a step or an event: values by their fields' names."""
+
 
 class Field(NamedTuple):
     """A field of rows. docs/files.md has units and meanings."""
@@ -157,20 +160,20 @@ def is_own(name: str) -> bool:
     return field_of(name).kind == "own"
 
 
-def is_event(row: dict[str, Any]) -> bool:
+def is_event(row: Row) -> bool:
     """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead
     of a step."""
     return "event" in row
 
 
-def is_rollback(row: dict[str, Any]) -> bool:
+def is_rollback(row: Row) -> bool:
     """Whether a row records a rollback to its step; later rows continue from that step."""
     return row.get("event") == "rollback"
 
 
-def valid_rows(rows: Iterable[dict[str, Any]], event: str | None = None) -> list[dict[str, Any]]:
+def valid_rows(rows: Iterable[Row], event: str | None = None) -> list[Row]:
     """The rows of steps, or of this event, that no rollback undid."""
-    valid: list[dict[str, Any]] = []
+    valid: list[Row] = []
     for row in rows:
         if is_rollback(row):
             while valid and valid[-1]["step"] > row["step"]:
@@ -180,7 +183,7 @@ def valid_rows(rows: Iterable[dict[str, Any]], event: str | None = None) -> list
     return valid
 
 
-def finite(row: dict[str, Any]) -> dict[str, Any]:
+def finite(row: Row) -> Row:
     """The row with None for numbers that are not finite, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -188,7 +191,7 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def time_left(row: dict[str, Any], steps: int) -> float | None:
+def time_left(row: Row, steps: int) -> float | None:
     """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the
     row has no speed."""
     unit, rate = speed_of(row)
@@ -198,7 +201,7 @@ def time_left(row: dict[str, Any], steps: int) -> float | None:
     return units_left / rate
 
 
-def speed_of(row: dict[str, Any]) -> tuple[str, float]:
+def speed_of(row: Row) -> tuple[str, float]:
     """The unit of the row's speed, and units per second; ("", 0) without a speed."""
     name = next((name for name in row if name.endswith("_per_second")), "")
     return name.removesuffix("_per_second"), row.get(name) or 0.0
@@ -208,7 +211,7 @@ class Line(NamedTuple):
     """A line of a .jsonl file."""
 
     text: str
-    row: dict[str, Any]  # empty if the line is no object, or torn
+    row: Row  # empty if the line is no object, or torn
     torn: bool  # without a newline, after a crash
 
 
@@ -238,10 +241,10 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
         yield Line(text.decode(errors="replace"), row if isinstance(row, dict) else {}, torn)
 
 
-def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
+def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[Row], int]:
     """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no
     row has it."""
-    events: list[dict[str, Any]] = []
+    events: list[Row] = []
     before = 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
         # a long run has a million rows of steps: only these are parsed

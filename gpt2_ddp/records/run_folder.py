@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
@@ -34,6 +34,7 @@ from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
     STATUS,
+    Row,
     chain_of,
     head,
     is_locked,
@@ -46,8 +47,6 @@ from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
 
 # the folder is gone, or another trainer has the lock
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)
-
-Row = dict[str, Any]
 
 
 class RunFolder:

@@ -11,12 +11,12 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.records.rows import METRICS, read_lines, valid_rows
+from gpt2_ddp.records.rows import METRICS, Row, read_lines, valid_rows
 
 PROJECT = os.environ.get("WANDB_PROJECT") or "gpt2_ddp"
 """Name of the project in all trackers."""
@@ -53,7 +53,7 @@ class Trackers:
         for row in valid_rows(line.row for line in lines if type(line.row.get("step")) is int):
             self.log(row)
 
-    def log(self, row: dict[str, Any]) -> None:
+    def log(self, row: Row) -> None:
         """Sends the numbers of a row, and its chain, to each tracker without its step."""
         step = row["step"]
         values = {

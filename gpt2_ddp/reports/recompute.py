@@ -13,7 +13,6 @@ A file may claim any step. Two rules bound the work by the size of the rows and 
 
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any
 
 from gpt2_ddp.checkpoint.format import STATE, Checkpoint
 from gpt2_ddp.config.jobs import JobConfig
@@ -23,12 +22,11 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.records.rows import METRICS
+from gpt2_ddp.records.rows import METRICS, Row
 from gpt2_ddp.state import FeedState
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import job_schedule
 
-Record = dict[str, Any]
 Rates = Callable[[int], dict[str, float]]
 """Step -> learning rates, by their names in rows."""
 MOST_STEPS = 500_000
@@ -50,7 +48,7 @@ class Recomputed:
     def __init__(
         self,
         config: RunConfig,
-        start: Record,
+        start: Row,
         kind: type[Pretraining],
         sources: Sequence[Sized],
         returns: set[int],
@@ -80,7 +78,7 @@ class Recomputed:
         self.validates = False
         self._begin(0, self.feed.state)
 
-    def row_defects(self, row: Record) -> Iterator[str]:
+    def row_defects(self, row: Row) -> Iterator[str]:
         """Why the next row does not follow from the data and the rows before. No row may follow one
         with defects.
         Raises: UserError for an unusable configuration."""
@@ -107,7 +105,7 @@ class Recomputed:
                 positions = f"the skipped positions {row.get('skipped_range')}"
                 yield f"the rollback to step {step} does not match {positions}"
 
-    def _check_step(self, row: Record) -> Iterator[str]:
+    def _check_step(self, row: Row) -> Iterator[str]:
         step = row["step"]
         if defect := self._too_far(step):
             yield defect
@@ -119,7 +117,7 @@ class Recomputed:
         self.row_step = step
         state = self.feed.state
         order = self.feed.order
-        right: Record = {
+        right: Row = {
             self.unit: state.consumed * self.per_item,
             "epoch": round(state.position / len(order), 4),
         }
@@ -206,7 +204,7 @@ class Recomputed:
             if self.step in self.returns:
                 self.states_at[self.step] = [self.feed.state]
 
-    def _goes_back(self, row: Record) -> bool:
+    def _goes_back(self, row: Row) -> bool:
         """Goes back to the step of a rollback, and skips the data that were read since its
         checkpoint. Returns whether these are those of the row."""
         self.step = row["step"]
@@ -227,7 +225,7 @@ class Recomputed:
                 return is_right and self.rollbacks <= self.config.rollbacks
         return False
 
-    def _set_rates(self, row: Record) -> None:
+    def _set_rates(self, row: Row) -> None:
         """Takes the schedule of a start, or of the steps of `train.minutes`."""
         config = read_config(self.config.kind, row["config"], METRICS)
         has_own_rows = self.kind.due is not Pretraining.due

@@ -34,6 +34,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.records.rows import (
     METRICS,
     Outcome,
+    Row,
     field_of,
     head,
     is_rollback,
@@ -49,8 +50,7 @@ from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.task import Due, Task
 from gpt2_ddp.training.throughput import device_name
 
-Record = dict[str, Any]
-Rows = dict[int, Record]  # rows of metrics.jsonl by step
+Rows = dict[int, Row]  # rows of metrics.jsonl by step
 Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 NEARLY = 5e-6
 """Relative difference of sums that another order may cause."""
@@ -86,7 +86,7 @@ def plan(run: Path, steps: str) -> Span:
 
 
 def replay(
-    run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpoint], command: VerifyConfig
+    run: Path, span: Span, settings: Row, intact: Mapping[int, Checkpoint], command: VerifyConfig
 ) -> Finding:
     """Trains the span again. Compares rows and, where it ends at one of the `intact`
     checkpoints, weights and optimizer state. `settings`: configuration after the newest one.
@@ -209,17 +209,17 @@ def _train_again(
         return train(config, make_task).outcome
 
 
-def _rows(run: Path) -> Iterator[Record]:
+def _rows(run: Path) -> Iterator[Row]:
     return (line.row for line in read_lines(run / METRICS) if isinstance(line.row.get("step"), int))
 
 
-def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: Record) -> RunConfig:
+def _config(kind: str, saved: Row, folder: str, data: Sequence[str], state: Row) -> RunConfig:
     """The settings `saved` for a run in another folder, without preparation, trackers, mirror and
     tasks, whose items may be gone. `train.compile: auto` becomes the choice in `state`, on such a
     device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)
     values = config.model_dump(mode="json")
-    changes: Record = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
+    changes: Row = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
     changes |= {"tracking.log_with": (), "checkpoint.mirror": None}
     is_alike = state["device"] == device_name(pick_device(config.train.device, "train."))
     if is_alike and config.train.compile == "auto":
@@ -235,13 +235,13 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
     return resolve(type(config), [], values | changes)
 
 
-def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
+def _how_exactly(config: RunConfig, state: Row) -> tuple[int, list[str]]:
     """Number of processes for the replay of a stretch that ends with `state`, and reasons for
     different last digits."""
     device = pick_device(config.train.device, "train.")
     trained = state["processes"]
     fits = device.type != "cuda" or trained <= torch.cuda.device_count()
-    now: Record = {
+    now: Row = {
         "torch": torch.__version__,
         "device": device_name(device),
         "processes": trained if fits else 1,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
     STATUS,
+    Row,
     field_of,
     is_event,
     read_lines,
@@ -27,7 +28,6 @@ from gpt2_ddp.records.rows import (
 from gpt2_ddp.reports.status import health
 
 SCORED = ("val_loss", "val_bits_per_byte")
-Row = dict[str, Any]
 # steps [n] and values [n], float64; a value may be NaN or infinite
 Series = tuple[np.ndarray, np.ndarray]
 LARGEST = 3.4e38  # about the largest number in fp32

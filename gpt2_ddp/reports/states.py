@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, get_args
 from gpt2_ddp.checkpoint.format import CONFIG, STATE, Checkpoint
 from gpt2_ddp.checkpoint.verify import Recorded, recorded_checkpoint
 from gpt2_ddp.config.base import flat
-from gpt2_ddp.records.rows import METRICS, Outcome, is_rollback
+from gpt2_ddp.records.rows import METRICS, Outcome, Row, is_rollback
 from gpt2_ddp.state import Best, Parent, TaskState
 from gpt2_ddp.training.guard import LATE
 
-Record = dict[str, Any]
 ABSENT = "absent"
 SIGMAS = ("sigmas", "norm_sigmas", "loss_sigmas")
 """Fields of the section guard that need statistics; the last two of older releases."""
@@ -43,9 +42,9 @@ class AfterRow(NamedTuple):
     """
 
     step: int
-    row: Record
-    previous: Record
-    scores: Record
+    row: Row
+    previous: Row
+    scores: Row
     scored_at: int | None
     best: Best
     epoch: Epoch | None
@@ -74,9 +73,9 @@ class Expected:
     def __init__(self, names: Iterable[str], returns: Iterable[int]):
         self._names = {*names, "val_loss"}
         self._returns = sorted(returns)
-        self._start: Record = {}
-        self._branch: Record = {}
-        self._config: Record = {}
+        self._start: Row = {}
+        self._branch: Row = {}
+        self._config: Row = {}
         self._rollbacks = 0
         self._recorded: set[int] = set()  # steps of all checkpoints so far
         self._newest: Recorded | None = None
@@ -84,7 +83,7 @@ class Expected:
         self._now = FIRST
         self._before: dict[int, AfterRow] = {}  # of each step that rollbacks return to
 
-    def add(self, row: Record) -> Iterator[str]:
+    def add(self, row: Row) -> Iterator[str]:
         """Takes the next row. Yields what contradicts the events before."""
         event = row.get("event")
         yield from self._event_defects(row)
@@ -102,7 +101,7 @@ class Expected:
         elif event is None:
             yield from self._add_step(row)
 
-    def _event_defects(self, row: Record) -> Iterator[str]:
+    def _event_defects(self, row: Row) -> Iterator[str]:
         """Events that list checkpoints which no row recorded; ends of other steps than
         the newest checkpoint's."""
         event = row.get("event")
@@ -137,7 +136,7 @@ class Expected:
         if event == "end" and row.get("outcome") != "diverged" and step != newest:
             yield f"the end is at step {step}, the newest checkpoint at {newest}"
 
-    def _add_step(self, row: Record) -> Iterator[str]:
+    def _add_step(self, row: Row) -> Iterator[str]:
         step = row["step"]
         before = self._now
         skipped = row.get("skipped")
@@ -219,7 +218,7 @@ class Expected:
             yield Comparison("losses.epoch", [*losses.epoch], right)
         yield from self._guard(checkpoint, row)
 
-    def _guard(self, checkpoint: Checkpoint, row: Record) -> Iterator[Comparison]:
+    def _guard(self, checkpoint: Checkpoint, row: Row) -> Iterator[Comparison]:
         state = checkpoint.state
         step = checkpoint.step
         guard = state.guard
@@ -275,7 +274,7 @@ def config_differences(file: str, found: Mapping[str, Any], right: Mapping[str, 
     ]
 
 
-def _epoch_after(before: AfterRow, row: Record) -> Epoch | None:
+def _epoch_after(before: AfterRow, row: Row) -> Epoch | None:
     """`AfterRow.epoch` after the next row of a step."""
     if "train_loss" in row:  # the epoch ended
         return Epoch(0.0, 0)

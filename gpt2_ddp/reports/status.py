@@ -4,7 +4,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
@@ -14,6 +14,7 @@ from gpt2_ddp.records.rows import (
     FIELDS,
     METRICS,
     STATUS,
+    Row,
     is_event,
     is_locked,
     parse_lines,
@@ -79,7 +80,7 @@ def describe(folder: Path, now: float | None = None) -> str:
     return "  ".join(filter(None, parts))
 
 
-def _newest_row(file: Path) -> dict[str, Any]:
+def _newest_row(file: Path) -> Row:
     """The last whole row of a step; empty if there is none among the last TAIL bytes."""
     with suppress(OSError), file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - TAIL))
@@ -88,13 +89,13 @@ def _newest_row(file: Path) -> dict[str, Any]:
     return {}
 
 
-def _losses(row: dict[str, Any]) -> str:
+def _losses(row: Row) -> str:
     """The losses of a row, as the terminal shows them."""
     names = (name for name in ("loss_mean", "val_loss") if isinstance(row.get(name), float))
     return "  ".join(FIELDS[name].text.format(row[name]) for name in names)
 
 
-def _time_left(row: dict[str, Any], total: int) -> timedelta | None:
+def _time_left(row: Row, total: int) -> timedelta | None:
     """Time from a row to the end of the run at its speed; None if it is unknown."""
     with suppress(TypeError, KeyError, ArithmeticError, ValueError):  # rows of another program
         left = time_left(row, total)
@@ -102,7 +103,7 @@ def _time_left(row: dict[str, Any], total: int) -> timedelta | None:
     return None
 
 
-def _newest_checkpoint(folder: Path, events: list[dict[str, Any]]) -> int | None:
+def _newest_checkpoint(folder: Path, events: list[Row]) -> int | None:
     """Step of the newest checkpoint folder, or, of a copy without these, of the newest one
     in the rows."""
     manifests = folder.glob("checkpoints/step-*/manifest.json")

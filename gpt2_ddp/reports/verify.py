@@ -37,6 +37,7 @@ from gpt2_ddp.files import no_such_folder, sha256_file
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
+    Row,
     is_event,
     is_rollback,
     lines_of,
@@ -44,7 +45,7 @@ from gpt2_ddp.records.rows import (
     split_chain,
 )
 from gpt2_ddp.reports.layouts import tensor_defects
-from gpt2_ddp.reports.recompute import Recomputed, Record
+from gpt2_ddp.reports.recompute import Recomputed
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.reports.states import Expected, config_differences
 from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture, Positive, next_chain
@@ -61,7 +62,7 @@ MOST_RANGES = 200
 recomputed step."""
 
 
-class Row(FeedState, strict=True):
+class CheckedRow(FeedState, strict=True):
     """The fields of rows that the checks read. The chain holds the others."""
 
     step: Count
@@ -105,9 +106,9 @@ class Log:
         self._count = 0
         self.loose = 0
         self.chain = FIRST_CHAIN
-        self.events: list[Record] = []
+        self.events: list[Row] = []
         self.ends = {FIRST_CHAIN: LogEnd(0, 0)}
-        self.last: Record = {}
+        self.last: Row = {}
         self.defects: list[str] = []
         for number, line in enumerate(parse_lines(lines_of(self._stream)), 1):
             if line.torn or self.defects:
@@ -116,10 +117,10 @@ class Log:
         if [row["event"] for row in self.events[:1]] != ["start"]:
             self.defects.append(f"{METRICS}: has no start in its first row")
 
-    def _add(self, place: str, line: str, row: Record, chains: Collection[str]) -> None:
+    def _add(self, place: str, line: str, row: Row, chains: Collection[str]) -> None:
         text, chain = split_chain(line)
         try:
-            Row.model_validate_json(line)
+            CheckedRow.model_validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -140,16 +141,16 @@ class Log:
             self.ends[chain] = LogEnd(len(self.events), self._stream.tell())
             self.loose = 0
 
-    def named(self, event: str) -> list[Record]:
+    def named(self, event: str) -> list[Row]:
         """The rows of an event."""
         return [row for row in self.events if row["event"] == event]
 
     @property
-    def config_row(self) -> Record:
+    def config_row(self) -> Row:
         """The newest row that records a configuration: a start, or the steps of `train.minutes`."""
         return next(row for row in reversed(self.events) if "config" in row)
 
-    def rows(self) -> Iterator[Record]:
+    def rows(self) -> Iterator[Row]:
         """The rows, in order."""
         self._stream.seek(0)
         return (line.row for line in islice(parse_lines(lines_of(self._stream)), self._count))
@@ -232,7 +233,7 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
         yield f"replay of {command.replay}: {unknown}", None
 
 
-def _read_settings(run: Path) -> Record | str:
+def _read_settings(run: Path) -> Row | str:
     """The content of config.yaml, or why it cannot be read."""
     try:
         return read_yaml(str(run / CONFIG), CONFIG)
@@ -256,7 +257,7 @@ def _read_checkpoints(
     return checkpoints, defects
 
 
-def _check_folder(folder: Path, events: Sequence[Record], listed: Sequence[int]) -> Iterator[str]:
+def _check_folder(folder: Path, events: Sequence[Row], listed: Sequence[int]) -> Iterator[str]:
     """Yields the checkpoints that the rows keep and that are missing; and those that a start or a
     rollback rejected. `listed`: steps in the folder before the rows were read. A running training
     may have deleted one of these since, and written its row first."""
@@ -292,7 +293,7 @@ def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
         return ""
 
 
-def _check_settings(settings: Record | str, log: Log) -> list[str]:
+def _check_settings(settings: Row | str, log: Log) -> list[str]:
     """Why config.yaml is unreadable, or its fields that are not those of the newest row with a
     configuration, which is written first."""
     newest = log.config_row
@@ -406,7 +407,7 @@ def _follow(
 
 
 def _task_class(
-    starts: list[Record], newest: Checkpoint | None, trust_code: bool
+    starts: list[Row], newest: Checkpoint | None, trust_code: bool
 ) -> tuple[type[Pretraining], str]:
     """The class of a GPT run, and why it is not known; else an empty text."""
     hashes = {(row.get("code") or {}).get("sha256") for row in starts}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.records.metrics import OnRow
-from gpt2_ddp.records.rows import Outcome, finite
+from gpt2_ddp.records.rows import Outcome, Row, finite
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import StepTensors, Verdict
 from gpt2_ddp.training.optimizer import named_losses
@@ -318,7 +318,7 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
         torch.mps.manual_seed(value)
 
 
-def _position(run: OpenRun) -> dict[str, Any]:
+def _position(run: OpenRun) -> Row:
     """The first fields of a row: step, epoch, and units trained on."""
     task = run.task
     feed = task.feed
@@ -327,7 +327,7 @@ def _position(run: OpenRun) -> dict[str, Any]:
     return row | feed.order.by_source(feed.state, task.unit, task.units_per_item)
 
 
-def _row(training: Training, result: StepResult) -> dict[str, Any]:
+def _row(training: Training, result: StepResult) -> Row:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the
     device."""
     run = training.run
@@ -338,7 +338,7 @@ def _row(training: Training, result: StepResult) -> dict[str, Any]:
     numbers = guard.flush()
     losses = guard.end_row()
     assert numbers, "a step was taken"
-    row: dict[str, Any] = {
+    row: Row = {
         **_position(run),
         "loss": numbers.loss,
         "loss_mean": losses.mean,

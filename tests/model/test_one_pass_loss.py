@@ -106,9 +106,10 @@ def test_no_logits_are_kept_and_a_compiled_loss_is_the_plain_one(monkeypatch, ho
             assert_close(
                 torch.cat([p.grad.flatten() for p in model.parameters()]), 2 * found[on][1], 1e-6
             )
-    assert_close(found[True][0], found[False][0], 1e-3)
-    assert_close(found[True][1], found[False][1], 1e-2)
-    assert_close(found[True][1].norm(), found[False][1].norm(), 1e-3)
+    # one rounding to bf16 is 0.004; the first test here compares the arithmetic in float64
+    assert_close(found[True][0], found[False][0], 1e-2)
+    assert_close(found[True][1], found[False][1], 5e-2)
+    assert_close(found[True][1].norm(), found[False][1].norm(), 1e-2)
 
 
 WHERE = {
