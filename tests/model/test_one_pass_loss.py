@@ -189,4 +189,5 @@ def test_trainings_on_several_ranks_are_as_with_the_plain_loss(tiny_config, worl
     )
     plain, fused = found[0]
     assert len(plain) == 3, found
-    assert_close(fused, plain, 1e-3)
+    # losses of a few steps in bf16, whose roundings differ
+    assert_close(fused, plain, 4e-3)
