@@ -109,8 +109,9 @@ class Command(Section):
     """Field that needs no flag on the command line, if any."""
     first: ClassVar[tuple[str, ...]] = ()
     """Fields that `--help` lists; `--help all` lists the others too. Empty: all of them."""
-    alternatives: ClassVar[tuple[str, ...]] = ()
-    """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of fields that belong together. One in a later file or a flag replaces the whole group
+    of earlier files."""
     in_one_process: ClassVar[bool] = False
     """Whether the command needs no other ranks. Those that a launcher starts on this machine end at
     once."""

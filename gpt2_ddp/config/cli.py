@@ -178,10 +178,12 @@ def resolve(
         _check_file(command, file, content)
     layers = [*map(flat, (*contents, changes))]
     preset = None if files else _preset(default, layers[-1])
+    defaults = flat(command.model_construct().model_dump()) if command.alternatives else {}
     given: dict[str, Any] = {}
     for layer in layers:
-        if not layer.keys().isdisjoint(command.alternatives):
-            given |= dict.fromkeys(command.alternatives)
+        for alternatives in command.alternatives:
+            if not layer.keys().isdisjoint(alternatives):
+                given |= {name: defaults[name] for name in alternatives}
         given |= {
             name: value
             for name, value in layer.items()

@@ -143,6 +143,24 @@ WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
 """Fields of the model section that belong to the weights."""
 
 
+class EarlierEnd(Section):
+    """An end of the decay that held until a step, where the rest got a new end"""
+
+    at_step: PositiveInt
+    """last step with this end"""
+    decay_steps: PositiveInt
+    """optim.decay_steps until then"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_text(cls, value: object) -> object:
+        """Parses `N:END` of the command line."""
+        if not isinstance(value, str):
+            return value
+        at_step, _, end = value.partition(":")
+        return {"at_step": at_step, "decay_steps": end}
+
+
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
@@ -169,6 +187,10 @@ class OptimConfig(ClipConfig):
     decay_steps: PositiveInt | None = None
     """step at which the decay reaches min_lr; null: the run's last step, fixed when the decay
     begins"""
+    earlier_ends: tuple[EarlierEnd, ...] = ()
+    """values that decay_steps had before, each as {at_step: N, decay_steps: END}, or N:END on the
+    command line: after step N, the rest of the decay was spread up to the next end; train.minutes
+    writes them"""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: fraction of decay_steps, at the end, with a linear decay"""
     weight_decay: NonNegativeFloat = 0.1
@@ -184,10 +206,50 @@ class OptimConfig(ClipConfig):
         schedule."""
         if self.schedule == "constant":
             return math.inf
+        return min([self._decay_start, *(earlier.at_step for earlier in self.earlier_ends)])
+
+    @property
+    def _decay_start(self) -> int:
+        """Last step before the decay to the first end."""
         if self.schedule == "cosine":
             return self.warmup_steps
-        stable = round((self.decay_steps or 0) * (1 - self.decay_fraction))
+        _, first_end = self._ends[0]
+        stable = round((first_end or 0) * (1 - self.decay_fraction))
         return max(self.warmup_steps, stable)
+
+    @property
+    def _ends(self) -> list[tuple[float, int | None]]:
+        """Each end of the decay, and the last step with it."""
+        earlier = [(end.at_step, end.decay_steps) for end in self.earlier_ends]
+        return [*earlier, (math.inf, self.decay_steps)]
+
+    def end_at(self, step: int) -> int | None:
+        """The end of the decay that holds in a step."""
+        return next(end for until, end in self._ends if step <= until)
+
+    def decayed(self, step: int) -> float:
+        """The share of the decay that is over at a step, from 0 to 1: the clock of the schedule. It
+        is linear in the step. After each of `earlier_ends`, the rest is spread evenly up to the
+        next end, so it never jumps."""
+        over = 0.0
+        begin: float = self._decay_start
+        for until, end in self._ends:
+            assert end is not None, "decay_steps is resolved when a run starts"
+            share = (min(step, until) - begin) / max(end - begin, 1)
+            over += (1 - over) * min(max(share, 0.0), 1.0)
+            if step <= until:
+                break
+            begin = until
+        return over
+
+    def ending_at(self, end: int, step: int) -> Self:
+        """The schedule with a new end after a step, and the same learning rates up to it. If one of
+        them depends on its end, what is left of the decay is spread up to the new end."""
+        earlier = [earlier for earlier in self.earlier_ends if earlier.at_step < step]
+        before = self.end_at(step)
+        if before and before != end and not self.may_end_at(end, step):
+            earlier.append(EarlierEnd(at_step=step, decay_steps=before))
+        return self.model_copy(update={"decay_steps": end, "earlier_ends": tuple(earlier)})
 
     def is_over(self, step: int) -> bool:
         """Whether all steps after this one have the learning rate 0."""
@@ -197,7 +259,7 @@ class OptimConfig(ClipConfig):
     def may_end_at(self, end: int | None, step: int) -> bool:
         """Whether `decay_steps` may become `end` at this step: no earlier learning rate would
         differ."""
-        changed = self.model_copy(update={"decay_steps": end})
+        changed = self.model_copy(update={"decay_steps": end, "earlier_ends": ()})
         return step <= min(self.decay_begins, changed.decay_begins)
 
 
@@ -211,7 +273,8 @@ class TrainConfig(LoopConfig):
     """passes over the training split, instead of steps"""
     minutes: PositiveFloat | None = None
     """time from the first step to the end, instead of steps: a new run times steps of its warm-up,
-    and then has as many steps as fit (docs/optimizers.md); a resume keeps their number"""
+    and then has as many steps as fit, fewer or more once its speed changes (docs/optimizers.md); a
+    resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: PositiveInt = 16
@@ -286,7 +349,10 @@ class TrainingConfig(RunConfig):
     kind = "gpt2"
     rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens")
-    alternatives = ("train.steps", "train.epochs", "train.minutes")
+    alternatives = (
+        ("train.steps", "train.epochs", "train.minutes"),
+        ("optim.decay_steps", "optim.earlier_ends"),
+    )
     first = (
         "run_name",
         "data.path",
@@ -340,14 +406,32 @@ class TrainingConfig(RunConfig):
         return self.launch.parallel
 
     def may_change(self, name: str, before: object, step: int) -> bool:
-        """Allows inherited fields, a new end of the schedule before the decay begins, and null for
-        the saved end."""
+        """Allows inherited fields, null for the saved end of the schedule, and new ends that no
+        step so far depends on."""
         if name.removeprefix("model.") in self.inherited:
             return True
-        if name != "optim.decay_steps":
-            return False
-        end = cast(int | None, before)
-        return self.optim.decay_steps is None or self.optim.may_end_at(end, step)
+        optim = self.optim
+        if name == "optim.decay_steps":
+            end = cast(int | None, before)
+            is_same = optim.end_at(step) == end
+            return optim.decay_steps is None or is_same or optim.may_end_at(end, step)
+        if name == "optim.earlier_ends":
+            ends = [earlier.model_dump() for earlier in optim.earlier_ends]
+            kept = cast(list[dict[str, int]], before)
+            is_longer = ends[: len(kept)] == kept
+            later = optim.earlier_ends[len(kept) :]
+            return optim.decay_steps is None or (
+                is_longer and all(step <= end.at_step for end in later)
+            )
+        return False
+
+    def with_steps(self, steps: int, step: int) -> Self:
+        """The configuration with so many steps in place of `train.minutes`, or of another number,
+        from a step on. The decay ends with them, or after a longer warm-up."""
+        end = max(steps, self.optim.warmup_steps + 1)
+        train = self.train.model_copy(update={"steps": steps, "minutes": None})
+        optim = self.optim.ending_at(end, step)
+        return self.model_copy(update={"train": train, "optim": optim})
 
     @property
     def block_tokens(self) -> int:
@@ -411,6 +495,21 @@ class TrainingConfig(RunConfig):
         if optim.decay_steps is not None and optim.warmup_steps >= optim.decay_steps:
             hint = f"should be less than optim.decay_steps ({optim.decay_steps})"
             yield "optim.warmup_steps", optim.warmup_steps, hint
+        yield from self._decay_mistakes()
+
+    def _decay_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """User errors of the ends that the decay had."""
+        optim = self.optim
+        earlier = optim.earlier_ends
+        next_ends = [*(end.decay_steps for end in earlier[1:]), optim.decay_steps or 0]
+        after = 0
+        for end, next_end in zip(earlier, next_ends[: len(earlier)], strict=True):
+            if not after < end.at_step < min(end.decay_steps, next_end):
+                given = f"{end.at_step}:{end.decay_steps}"
+                hint = f"the step should be above {after} and below both ends, this and the next"
+                yield "optim.earlier_ends", given, f"{hint} ({next_end}, see optim.decay_steps)"
+                return
+            after = end.at_step
 
     def _length_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the run's length, and of a schedule that does not fit `train.minutes`."""

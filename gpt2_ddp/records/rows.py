@@ -106,7 +106,10 @@ EVENTS = {
         *("steps", "config", "command", "commit", "hardware", "checkpoint", "kept", "rejected"),
     ),
     "checkpoint": ("sha256", "kept"),
-    "length": ("steps", "minutes", "step_seconds", "evaluation_seconds", "save_seconds", "config"),
+    "length": (
+        *("steps", "minutes", "passed_seconds"),
+        *("step_seconds", "evaluation_seconds", "save_seconds", "sample_seconds", "config"),
+    ),
     "rollback": ("from", "skipped_range", "order_digest"),
     "sample": ("prompt", "text"),
     "branch": (*Parent.model_fields, *FeedState.model_fields),

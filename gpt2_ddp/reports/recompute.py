@@ -74,6 +74,7 @@ class Recomputed:
         # of the newest configuration; None for a class with rows of its own, and of a job
         self.log_every: int | None = None
         self.eval_every: int | None = None
+        self.recorded: RunConfig | None = None  # by the newest start or length
         self.lasts: set[int] = set()  # last steps, by the starts so far
         self.validates = False
         self._begin(0, self.feed.state)
@@ -85,7 +86,11 @@ class Recomputed:
         event = row.get("event")
         step = row["step"]
         if "config" in row:
-            self._set_rates(row)
+            if defect := self._set_config(row):
+                yield defect
+                return
+            # the row of an earlier last step may be pending
+            self.lasts = {last for last in self.lasts if last <= step}
             self.lasts.add(row.get("steps") or self.first_step)
         if event is None:
             yield from self._check_step(row)
@@ -225,9 +230,18 @@ class Recomputed:
                 return is_right and self.rollbacks <= self.config.rollbacks
         return False
 
-    def _set_rates(self, row: Row) -> None:
-        """Takes the schedule of a start, or of the steps of `train.minutes`."""
+    def _set_config(self, row: Row) -> str:
+        """Takes the configuration of a start or of a new length. Returns why it is none that
+        `train.minutes` settles; else an empty text."""
         config = read_config(self.config.kind, row["config"], METRICS)
+        before = self.recorded
+        self.recorded = config
+        if row.get("event") == "length" and isinstance(before, TrainingConfig):
+            assert isinstance(config, TrainingConfig), "of the same kind"
+            step = row["step"]
+            steps = config.train.steps or step
+            if row.get("steps") != steps or config != before.with_steps(steps, step):
+                return f"the length {row.get('steps')} of step {step} does not fit its config"
         has_own_rows = self.kind.due is not Pretraining.due
         self.log_every = None if has_own_rows else config.tracking.log_every
         if isinstance(config, TrainingConfig):
@@ -237,6 +251,7 @@ class Recomputed:
             assert isinstance(config, JobConfig), "the other kinds"
             rate = job_schedule(config, math.ceil(len(self.feed.order) / self.feed.step_size))
             self.rates = lambda step: {"lr": rate(step)}
+        return ""
 
 
 def _gpt_rates(config: TrainingConfig, schedule: Rates) -> Rates:

@@ -150,6 +150,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
                 if steps == config.get("train.steps"):
                     config["train.minutes"] = minutes
                     config |= {"train.steps": None, "optim.decay_steps": None}
+                    config["optim.earlier_ends"] = []
             case _:
                 pass
     status = _read(folder / STATUS, read_json, notes)

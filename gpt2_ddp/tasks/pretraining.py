@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.format import Checkpoint
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.fetch import get_data
@@ -92,8 +92,8 @@ class Pretraining(Task[TrainingConfig]):
         config = self.config
         epoch_size = saved.state.setup.epoch_size
         steps = self.total_steps(epoch_size)
-        end = self._end_of_decay(epoch_size)
-        optim = config.optim.model_copy(update={"decay_steps": end})
+        optim = self._resolved_optim(epoch_size)
+        end = optim.decay_steps
         if not (steps and end and steps > max(end, saved.step) and optim.is_over(saved.step)):
             return
         is_branch = bool(config.train.branch_from) and saved.step == saved.state.progress.first_step
@@ -111,50 +111,49 @@ class Pretraining(Task[TrainingConfig]):
         advice = advise_branch(Path(config.output_dir, config.run_name), optim)
         raise UserError(f"train.{field}", getattr(config.train, field), f"{zero}; {advice}")
 
-    def _end_of_decay(self, epoch_size: int) -> int | None:
-        """`optim.decay_steps`; for null the last step, or the first after a longer warm-up. A
-        resumed run's schedule keeps its end, unless no step so far depends on it."""
+    def _resolved_optim(self, epoch_size: int) -> OptimConfig:
+        """The section optim with an end of the decay: for null the last step, or the first after a
+        longer warm-up. A resumed run's schedule keeps its ends, unless no step so far depends on
+        them."""
         optim = self.config.optim
         saved = self._saved
         steps = self.total_steps(epoch_size)
         if optim.decay_steps is not None or not steps:
-            return optim.decay_steps
+            return optim
         end = max(steps, optim.warmup_steps + 1)
-        kept = saved.config["optim"]["decay_steps"] if saved else None
-        if saved and kept:
-            before = optim.model_copy(update={"decay_steps": kept})
+        recorded = saved.config["optim"] if saved else {}
+        if saved and recorded["decay_steps"]:
+            names = ("decay_steps", "earlier_ends")
+            ends = {name: recorded[name] for name in names if name in recorded}
+            before = OptimConfig.model_validate(optim.model_dump() | ends)
             if not before.may_end_at(end, saved.step):
-                return kept
-        return end
+                return before
+        return optim.model_copy(update={"decay_steps": end})
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         return self.config.total_steps(epoch_size)
 
-    def set_steps(self, steps: int) -> None:
-        """Replaces `train.minutes` by a number of steps."""
-        length = {"steps": steps, "minutes": None}
-        train = self.config.train.model_copy(update=length)
-        self.config = self.config.model_copy(update={"train": train})
-        self.resolve()
+    def set_steps(self, steps: int, step: int) -> None:
+        """Replaces `train.minutes` by a number of steps, or this number by another one."""
+        self.config = self.config.with_steps(steps, step)
 
     def resolve(self) -> None:
         """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the
         data are open. A resumed run keeps its tokens."""
         config = self.config
-        optim = self.config.optim
         recorded = self._saved.config if self._saved else config.model_dump()
         tokens = config.eval.tokens
         if tokens == "auto":
             tokens = recorded["eval"]["tokens"]
         if tokens == "auto":
             tokens = config.auto_eval_tokens
-        end = self._end_of_decay(self.epoch_size)
+        optim = self._resolved_optim(self.epoch_size)
+        end = optim.decay_steps
         before = recorded["optim"]["decay_steps"]
-        if optim.decay_steps is None and end and before not in (None, end):
+        if config.optim.decay_steps is None and end and before not in (None, end):
             change = f"optim.decay_steps changes from {before} to {end}"
             print_line(f"note: {change}; no step so far depends on it")
         evals = config.eval.model_copy(update={"tokens": tokens})
-        optim = optim.model_copy(update={"decay_steps": end})
         self.config = config.model_copy(update={"eval": evals, "optim": optim})
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:

@@ -32,7 +32,7 @@ from gpt2_ddp.records.rows import Outcome, Row, finite
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import StepTensors, Verdict
 from gpt2_ddp.training.optimizer import named_losses
-from gpt2_ddp.training.run_length import settle_length
+from gpt2_ddp.training.run_length import RunLength
 from gpt2_ddp.training.start import (
     OpenRun,
     Trainer,
@@ -110,7 +110,7 @@ def train_loop(training: Training) -> Ending:
     """Trains the remaining steps of a run that was started."""
     run = training.run
     progress = run.progress
-    begun = time.monotonic()
+    length = RunLength(training) if progress.steps is None else None  # train.minutes
     if progress.is_new:  # a rollback may need a checkpoint
         row = _position(run)
         progress.pending = Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)
@@ -124,8 +124,8 @@ def train_loop(training: Training) -> Ending:
         diverged = next_step(training)
         if diverged:
             return "diverged", diverged
-        if progress.steps is None:  # train.minutes
-            settle_length(training, begun)
+        if length:
+            length.follow()
         pending = progress.pending
         if pending or pending.save or training.stop.is_agreed:
             with training.throughput.paused():
@@ -180,7 +180,8 @@ def _evaluate_log_sample(training: Training) -> None:
         if run.early_end and run.task.due(run.step, last=True).sample:
             pending.sample = is_long = True
         if pending.sample and not stop.is_agreed:
-            metrics.show_samples(run.step, training.sample())
+            with stop.timed("sample"):
+                metrics.show_samples(run.step, training.sample())
             pending.sample = False
     if is_long:  # a signal that came meanwhile stops all ranks here, and not a step later
         stop.sync()

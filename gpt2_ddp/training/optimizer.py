@@ -85,17 +85,13 @@ def lr_at(step: int, config: OptimConfig) -> float:
     Linear warm-up to `lr` at `warmup_steps`, then one of three. cosine: half a cosine to `min_lr`
         at `decay_steps` (Loshchilov and Hutter, 2017). wsd: `lr` until the last `decay_fraction` of
         `decay_steps`, then linear to `min_lr` (Hu et al., 2024). constant: `lr`.
-    After `decay_steps`, cosine and wsd stay at `min_lr`.
+    After `decay_steps`, cosine and wsd stay at `min_lr`. `OptimConfig.decayed` is their clock.
     """
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    assert config.decay_steps is not None, "decay_steps is resolved when a run starts"
-    start = config.warmup_steps
-    if config.schedule == "wsd":
-        start = max(start, round(config.decay_steps * (1 - config.decay_fraction)))
-    progress = min(max(step - start, 0) / max(config.decay_steps - start, 1), 1.0)
+    progress = config.decayed(step)
     share = (
         0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     )

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 SIGNAL_SECONDS = 3.0  # longest delay between machines for a signal that is sent to all of them
 RECENT = 16  # newest durations of a kind, whose median is typical
+KEPT = 64  # newest durations of a kind that are kept
 
 
 class Interrupted(BaseException):
@@ -60,7 +61,7 @@ class StopRequest:
         self._done = 0.0
         self._sum = LateSum()
         self._sum.start([0, 0, 0])  # for the first `check`
-        self._seconds = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
+        self._seconds = defaultdict[str, deque[float]](lambda: deque(maxlen=KEPT))
         self.restore_handlers = install_handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -73,23 +74,26 @@ class StopRequest:
 
     @contextmanager
     def timed(self, what: str) -> Generator[None]:
-        """Records the duration of a `step`, `save` or `evaluation`."""
+        """Records the duration of a `step`, `save`, `evaluation` or `sample`."""
         begun = time.perf_counter()
         yield
         self.record_duration(what, time.perf_counter() - begun)
 
     def record_duration(self, what: str, seconds: float) -> None:
         """Records how long work takes, or a background `write` so far, for `reserve`. A save may
-        wait for a write. The first step compiles graphs: it does not count."""
-        is_first = what == "step" and not self._seconds["first step"]
-        durations = self._seconds["first step" if is_first else what]
+        wait for a write. The first step and the first evaluation may compile graphs: they do not
+        count, and are recorded as `first step` and `first evaluation`."""
+        first = f"first {what}"
+        is_first = what in ("step", "evaluation") and not self._seconds[first]
+        durations = self._seconds[first if is_first else what]
         if what == "write":  # the one before is of the same write
             durations.clear()
         durations.append(seconds)
 
-    def typical(self, what: str) -> float:
-        """The median of recent durations, in seconds, of two the larger one; 0 without any."""
-        values = sorted(self._seconds[what])
+    def typical(self, what: str, newest: int = RECENT) -> float:
+        """The median of the newest durations, up to `KEPT`, in seconds; of two the larger one; 0
+        without any."""
+        values = sorted([*self._seconds[what]][-newest:])
         return values[len(values) // 2] if values else 0.0
 
     @property

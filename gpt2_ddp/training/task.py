@@ -83,9 +83,10 @@ class Task(ABC, Generic[ConfigT]):
         """Optimizer steps of the whole run; None if they depend on an unknown `epoch_size`, in
         items, or are known later (`set_steps`)."""
 
-    def set_steps(self, steps: int) -> None:
-        """Makes the run one of so many steps, and completes `config`. Called once, during the
-        training, for a task whose `total_steps` is None after `load` (`train.minutes`)."""
+    def set_steps(self, steps: int, step: int) -> None:
+        """Makes the run one of so many steps, after step `step`, and changes `config` accordingly.
+        Called during the training of a task whose `total_steps` is None after `load`
+        (`train.minutes`). No setting of a step up to `step` may change."""
         raise NotImplementedError
 
     @abstractmethod

@@ -18,7 +18,7 @@ from gpt2_ddp.checkpoint.format import optimizer_state
 from gpt2_ddp.checkpoint.loading import load_optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
+from gpt2_ddp.config.training import EarlierEnd, ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model import optim
 from gpt2_ddp.model import optim as muon
@@ -86,6 +86,68 @@ def test_rates_of_a_schedule(schedule, warmup, decay, least, rates):
     values |= {"lr": 1.0, "min_lr": float(least), "decay_fraction": 0.2}
     config = OptimConfig.model_construct(**OptimConfig().model_dump() | values)
     assert_close([lr_at(step, config) for step in rates], [*rates.values()])
+
+
+STRETCHED = [
+    (
+        "wsd",
+        1.0,
+        85,
+        ["60:110"],
+        {10: 1, 60: 0.5, 70: 0.3, 85: 0, 90: 0},  # faster
+    ),
+    (
+        "wsd",
+        1.0,
+        210,
+        ["60:110", "135:160"],  # 60 to 160 is 0.5 to 0; a quarter is left at 135, hence an eighth
+        {60: 0.5, 110: 0.25, 135: 0.125, 172: 0.125 * 38 / 75, 210: 0},
+    ),
+    ("cosine", 0.2, 85, ["60:110"], {35: 0.8535533905932737, 60: 0.5, 85: 0}),
+    ("wsd", 0.5, 70, ["40:110"], {30: 1, 40: 1, 55: 0.5, 70: 0}),  # before the decay to 110
+]
+"""Schedule, decay_fraction, decay_steps, earlier ends; steps and their rates."""
+
+
+@pytest.mark.parametrize(("schedule", "fraction", "end", "earlier", "rates"), STRETCHED)
+def test_a_new_end_spreads_the_rest_of_the_decay(schedule, fraction, end, earlier, rates):
+    """The same as if the ends were set one after another, each at its step."""
+    values = {"schedule": schedule, "decay_fraction": fraction, "lr": 1.0, "min_lr": 0.0}
+    values |= {"warmup_steps": 10}
+    config = OptimConfig(**values, decay_steps=end, earlier_ends=earlier)
+    assert_close([lr_at(step, config) for step in rates], [*rates.values()])
+    first, *others = [*config.earlier_ends, EarlierEnd(at_step=10**6, decay_steps=end)]
+    step = first.at_step
+    grown = OptimConfig(**values, decay_steps=first.decay_steps)
+    for other in others:
+        changed = grown.ending_at(other.decay_steps, step)
+        assert all(lr_at(past, changed) == lr_at(past, grown) for past in range(1, step + 1))
+        step = other.at_step
+        grown = changed
+    assert grown == config
+    assert config.decay_begins == (40 if fraction == 0.5 else 10)
+
+
+def test_a_new_end_after_a_return_to_an_earlier_step():
+    """The ends that were chosen after it are gone."""
+    config = OptimConfig(warmup_steps=10, decay_steps=85, earlier_ends=["40:110", "60:90"])
+    back = config.ending_at(70, 50)
+    assert back.earlier_ends == OptimConfig(earlier_ends=["40:110", "50:90"]).earlier_ends
+    assert all(lr_at(step, back) == lr_at(step, config) for step in range(1, 51))
+    assert config.ending_at(85, 5).earlier_ends == ()
+
+
+def test_an_end_that_no_step_depends_on_leaves_no_trace():
+    """In the constant part of wsd, and in the warm-up."""
+    config = OptimConfig(schedule="wsd", warmup_steps=10, decay_steps=100, decay_fraction=0.2)
+    for step, end in ((79, 200), (80, 101), (10, 11), (5, 50)):
+        assert config.ending_at(end, step).earlier_ends == ()
+    constant = config.model_copy(update={"schedule": "constant"})
+    assert constant.ending_at(50, 40).earlier_ends == ()
+    for step, end in ((81, 200), (79, 90)):
+        assert config.ending_at(end, step).earlier_ends == (
+            EarlierEnd(at_step=step, decay_steps=100),
+        )
 
 
 class Experts(nn.Module):
