@@ -18,11 +18,11 @@ from gpt2_ddp.script import run_command
 def main(config: PrepareConfig) -> None:
     from gpt2_ddp.preparation.prepare import prepare
 
-    manifest = prepare(config)
+    prepare(config)
     if CHILD not in os.environ:  # a training has started this, and goes on
         from gpt2_ddp.tasks.ending import next_training
 
-        print(next_training(Path(config.folder), manifest))
+        print(next_training(Path(config.folder)))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ def main(config: TrainingConfig) -> int:
 
         # a complete run needs no data
         if not os.path.exists(Path(config.output_dir, config.run_name)):
-            from gpt2_ddp.data.fetch import missing_data, print_size_note
+            from gpt2_ddp.data.fetch import missing_data
 
             if missing_folders(config):
                 missing_data(config)
-            else:
-                print_size_note(config)
         print(f"{config.run_name}: loading PyTorch", flush=True)
     from gpt2_ddp.tasks.pretraining import make_pretraining
     from gpt2_ddp.training.loop import train

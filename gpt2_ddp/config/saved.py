@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gpt2_ddp.config.base import Command, flat, nested
+from gpt2_ddp.config.base import Command, Section, flat, nested
 from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.own_text import CHOSEN, given_fields
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
+TrainingT = TypeVar("TrainingT", bound=TrainingConfig)
 CONFIGS: dict[str, type[RunConfig]] = {
     config.kind: config for config in (TrainingConfig, *JobConfig.__subclasses__())
 }
@@ -40,6 +42,20 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]
         for name, default in values.items()
     }
     return nested(kept)
+
+
+def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
+    """The configuration of a text of one's own, with what a saved one has in the fields that the
+    rule chooses, and that neither a file nor a flag gives. Raises: UserError, as `load`."""
+    given = given_fields(config)
+    before = flat(complete(type(config), saved))
+    lengths = {*config.alternatives}
+    if not lengths.isdisjoint(given):  # one of three is given
+        given |= dict.fromkeys(lengths - given.keys())
+    recorded = {name: before[name] for name in CHOSEN - given.keys()}
+    values = flat(config.model_dump()) | recorded | {"own_text": False}
+    sections = {name for name, section in config if isinstance(section, Section)}
+    return config.model_validate(nested(values, type(config).model_fields.keys() - sections))
 
 
 def differences(

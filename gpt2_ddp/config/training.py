@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from gpt2_ddp.config.base import Count, Fraction, Section, Size, Text, check_url
+from gpt2_ddp.config.own_text import FEWEST_WARM_UP, TYPICAL_MACHINE, TYPICAL_TEXT, choose
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -31,8 +32,6 @@ from gpt2_ddp.config.run import (
 )
 from gpt2_ddp.files import local_copy
 
-FEWEST_WARM_UP = 12
-"""Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion
 (`data.mixture`)."""
@@ -371,6 +370,10 @@ class TrainingConfig(RunConfig):
         "checkpoint.every",
     )
 
+    own_text: bool = False
+    """a text of one's own: fields of model, optimizer, step and length that neither a file nor a
+    flag gives follow from the size of the text, the speed of this machine and the time
+    (docs/own-text.md); the run's config.yaml has their values"""
     task: TaskName | None = None
     """FILE.py:CLASS or MODULE:CLASS, a subclass of `Pretraining` (docs/extend.md); checkpoints
     record its file, and a resume takes it from there; null: Pretraining, or the class that the run
@@ -472,6 +475,9 @@ class TrainingConfig(RunConfig):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         optim = self.optim
         train = self.train
+        if self.own_text:  # the given fields must fit what the rule makes of them
+            choose(self, TYPICAL_TEXT, TYPICAL_MACHINE)
+            return
         if not self.inherited:
             yield from self._model_mistakes()
         yield from self._length_mistakes()
@@ -559,14 +565,7 @@ class TrainingConfig(RunConfig):
 
 
 BUILT_IN = "configs/gpt2_stdlib.yaml"
-OWN_TEXT = "configs/gpt2_small_corpus.yaml"
-LARGER = {1_000_000_000: "configs/gpt2_124m.yaml", 20_000_000: "configs/gpt2_medium_corpus.yaml"}
-"""Presets for a GPU, by the bytes of text from which on they suit; README.md has the table."""
-
-
-def preset_for(size: int) -> str | None:
-    """The preset that suits so many bytes of text; None for OWN_TEXT."""
-    return next((preset for least, preset in LARGER.items() if size >= least), None)
+OWN_TEXT = "configs/own_text.yaml"
 
 
 def training_default(flags: Mapping[str, Any]) -> str:

@@ -156,10 +156,9 @@ class GPT(nn.Module):
         """The loss of hidden states [B, T, C], as `forward` returns it."""
         rows = self.ln_f(x).flatten(0, 1)
         goals = targets.flatten()
-        if fuses_loss(rows, reduction):
-            loss = one_pass_loss(
-                rows, (self.lm_head or self.wte).weight, goals, self.vocab_size, self.soft_cap
-            )
+        weight = (self.lm_head or self.wte).weight
+        if fuses_loss(rows, weight, reduction):
+            loss = one_pass_loss(rows, weight, goals, self.vocab_size, self.soft_cap)
             return loss / (goals >= 0).sum() if reduction == "mean" else loss
 
         def score(rows: Tensor, goals: Tensor, kind: str) -> Tensor:

@@ -1,6 +1,7 @@
-"""The loss of the head and its gradient in one pass over the logits, for compiled training on
-GPUs."""
+"""The loss of the head and its gradient in one pass over the logits: whole for compiled training on
+GPUs, in parts that fit a processor's cache on CPUs."""
 
+import math
 from typing import cast
 
 import torch
@@ -12,15 +13,28 @@ FUSED_ON: tuple[str, ...] = ()
 """Types of devices on which compiled bf16 training computes the loss and its gradient in one
 pass."""
 
+IN_PARTS_ON = ("cpu",)
+"""Types of devices on which bf16 training that is not compiled computes the loss in parts, if the
+logits are more than `MOST_LOGITS`."""
+MOST_LOGITS = 3 * 2**21
+"""Logits that are still fast in one piece: 25 MB in fp32. With twice as many, a step on two cores
+of an AMD EPYC spent a fifth of its time on reading and writing them (2026-11-27)."""
+PART = 2**20
+"""Logits of a part: 4 MB in fp32."""
 
-def fuses_loss(x: Tensor, reduction: str) -> bool:
-    """Whether `one_pass_loss` computes the loss of these hidden states: in compiled bf16 training
-    on `FUSED_ON`. Under fp16, a gradient without the loss scale would underflow. An evaluation
-    needs no gradient."""
+
+def fuses_loss(x: Tensor, weight: Tensor, reduction: str) -> bool:
+    """Whether `one_pass_loss` computes the loss of these hidden states, with the head's weight: in
+    bf16 training, compiled on `FUSED_ON`, or of many logits on `IN_PARTS_ON`. Under fp16, a
+    gradient without the loss scale would underflow. An evaluation needs no gradient."""
     kind = x.device.type
-    is_training = torch.compiler.is_compiling() and torch.is_grad_enabled() and reduction != "none"
+    is_training = torch.is_grad_enabled() and reduction != "none"
     is_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
-    return kind in FUSED_ON and is_training and is_bf16
+    if not (is_training and is_bf16):
+        return False
+    if torch.compiler.is_compiling():
+        return kind in FUSED_ON
+    return kind in IN_PARTS_ON and len(x) * len(weight) > MOST_LOGITS
 
 
 def one_pass_loss(
@@ -43,7 +57,8 @@ def one_pass_loss(
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x = x / soft_cap if soft_cap else x
-    loss = _OnePassLoss.apply(x.to(dtype), weight.to(dtype), targets, vocab_size, soft_cap)
+    one_pass = _OnePassLoss if torch.compiler.is_compiling() else _LossInParts
+    loss = one_pass.apply(x.to(dtype), weight.to(dtype), targets, vocab_size, soft_cap)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -80,3 +95,45 @@ class _OnePassLoss(torch.autograd.Function):
     def backward(ctx: BackwardCFunction, *scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         of_x, of_weight = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
         return of_x * scale[0], of_weight * scale[0], None, None, None
+
+
+class _LossInParts(torch.autograd.Function):
+    """As `_OnePassLoss`, some rows after the other. What a part computes stays in the processor's
+    cache; operations in place need no other memory."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        soft_cap: float | None,
+    ) -> Tensor:
+        of_x = torch.empty_like(x)
+        of_weight = torch.zeros_like(weight, dtype=torch.promote_types(x.dtype, torch.float32))
+        loss = torch.zeros((), dtype=of_weight.dtype, device=x.device)
+        for start in range(0, len(x), max(1, PART // len(weight))):
+            rows = slice(start, start + max(1, PART // len(weight)))
+            logits = (x[rows] @ weight.mT).to(of_weight.dtype)  # [rows, V]
+            share = logits.tanh_() if soft_cap else logits
+            logits = share * soft_cap if soft_cap else logits
+            logits[:, vocab_size:] = -math.inf
+            goals = targets[rows, None]
+            is_scored = goals >= 0
+            column = goals.clamp(min=0)
+            log_sums = logits.logsumexp(-1, keepdim=True)
+            losses = log_sums - logits.gather(1, column)
+            loss += losses[is_scored].sum()
+            gradient = logits.sub_(log_sums).exp_()
+            gradient.scatter_add_(1, column, torch.full_like(losses, -1.0))
+            gradient *= is_scored
+            if soft_cap:
+                gradient *= soft_cap * (1 - share * share)
+            gradient = gradient.to(x.dtype)
+            torch.mm(gradient, weight, out=of_x[rows])
+            of_weight += gradient.mT @ x[rows]
+        ctx.save_for_backward(of_x, of_weight)
+        return loss
+
+    backward = _OnePassLoss.backward

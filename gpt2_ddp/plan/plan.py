@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.checkpoint.store import should_save_async
 from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.own_text import CHOSEN, TYPICAL_MACHINE, TYPICAL_TEXT, Machine, choose
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -44,6 +45,7 @@ FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kern
 MFU = 0.4  # assumed model FLOP/s utilization, as a fraction of the GPUs' peak
 # narrowest model that reached it (docs/benchmarks.md); narrower ones wait for memory and launches
 MFU_WIDTH = 768
+UNKNOWN_PEAK = 1e14  # assumed FLOP/s of a GPU that is not in the table
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
 
@@ -57,18 +59,20 @@ class Seen:
         task: with its data open; None for missing data, and after most user errors.
         model: the settled model section; None after most user errors.
         step: of the checkpoint to resume.
+        completed: the configuration of a text of one's own, as the rule or the run completes it.
     """
 
     mistakes: list[str] = field(default_factory=list)
     task: Pretraining | None = None
     model: ModelConfig | None = None
     step: int = 0
+    completed: TrainingConfig | None = None
 
 
-def preflight(config: TrainingConfig, processes: int) -> Seen:
+def preflight(config: TrainingConfig, processes: int, speed: float | None = None) -> Seen:
     """Does the work of a training up to its first step (`training.loop.train`, `run.build`), with
     the same user errors. `processes` are the planned training's; this one is alone, or has as
-    many."""
+    many. `speed`: of training, in FLOP/s, of other machines than this one."""
     seen = Seen()
     launch = config.launch
     # for this process alone
@@ -81,7 +85,8 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
             from gpt2_ddp.training.fsdp import count_shards  # noqa: PLC0415  FSDP: a second
 
             count_shards(processes, launch.replicas)
-        split_batch(config.global_batch_windows, processes, 1)
+        if not config.own_text:
+            split_batch(config.global_batch_windows, processes, 1)
         return make_pretraining(config, accelerator, saved)
 
     with redirect_stdout(sys.stderr):
@@ -93,7 +98,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
                 seen.step = run.step
                 recipe_file = missing_data(config)
                 if recipe_file is None:
-                    _open_data(run, seen)
+                    _open_data(run, seen, Machine(speed, processes) if speed else None)
                 else:
                     recipe = load(PrepareConfig, ["--config", recipe_file])
                     if not recipe.source_name.startswith("hub:"):
@@ -111,9 +116,12 @@ def _check_folder(run_folder: Path) -> None:
         raise UserError("output_dir", run_folder, hint) from error
 
 
-def _open_data(run: OpenRun, seen: Seen) -> None:
+def _open_data(run: OpenRun, seen: Seen, machine: Machine | None) -> None:
     task = run.task
     assert isinstance(task, Pretraining)
+    task.settle(machine)
+    seen.completed = task.config
+    seen.model = task.config.model
     task.open_data()
     seen.task = task
     if not run.is_complete:
@@ -412,10 +420,31 @@ def make_plan(config: PlanConfig) -> Plan:
         precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind))
     # before the meta device loads more than a training has
     base = psutil.Process().memory_info().rss + FIRST_STEP
-    seen = preflight(training, machine.processes)
+    peak = None if machine.is_here else (machine.peak or UNKNOWN_PEAK) * MFU * machine.processes
+    seen = preflight(training, machine.processes, peak)
+    if config.own_text:
+        config = _completed(config, seen)
     if config.inherited and not seen.model:
         raise UserError.join(seen.mistakes)
     return build_plan(config, machine, precision, seen, base)
+
+
+def _completed(config: PlanConfig, seen: Seen) -> PlanConfig:
+    """The configuration of a text of one's own, as the dry run completed it; for missing data, as
+    it would be for a typical text."""
+    completed = seen.completed
+    if completed is None:
+        completed = choose(config.training, TYPICAL_TEXT, TYPICAL_MACHINE).config
+    chosen = {section: {} for section in ("model", "optim", "train", "eval", "checkpoint")}
+    for name in CHOSEN:
+        section, _, field = name.partition(".")
+        if section in chosen:
+            chosen[section][field] = getattr(getattr(completed, section), field)
+    updated = {
+        section: getattr(config, section).model_copy(update=fields)
+        for section, fields in chosen.items()
+    }
+    return config.model_copy(update=updated | {"own_text": False})
 
 
 def build_plan(

@@ -5,15 +5,11 @@ import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError
-from typing import TYPE_CHECKING
 
-from gpt2_ddp.config.training import DataConfig, preset_for
+from gpt2_ddp.config.training import DataConfig
 from gpt2_ddp.distributed import process
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.project import command_for
-
-if TYPE_CHECKING:
-    from gpt2_ddp.data.manifest import Manifest
 
 
 def print_end(run: Path, script: str) -> None:
@@ -33,18 +29,11 @@ def print_end(run: Path, script: str) -> None:
     print(f"next: {command_for(script)} {shlex.quote(str(run))}")
 
 
-def next_training(folder: Path, manifest: "Manifest") -> str:
-    """The command that trains on prepared data, with the preset that suits the size of its text."""
-    # numpy, which the process that starts a small job's ranks does not load
-    from gpt2_ddp.data.manifest import text_bytes  # noqa: PLC0415
-
+def next_training(folder: Path) -> str:
+    """The command that trains on prepared data."""
     words = [command_for("train_gpt2")]
-    hint = ""
     if str(folder) not in DataConfig().path:
-        if preset := preset_for(text_bytes(manifest)):
-            words.append(f"--config {preset}")
-            hint = "  (for a GPU; on a CPU, leave out --config)"
         words.append(f"--data.path {shlex.quote(str(folder))}")
         if re.fullmatch(r"\w[\w.-]*", folder.name):
             words.append(f"--run_name {folder.name}")
-    return f"next: {' '.join(words)}{hint}"
+    return f"next: {' '.join(words)}"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.format import Checkpoint
+from gpt2_ddp.config.own_text import Machine
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
@@ -36,6 +37,7 @@ from gpt2_ddp.tasks.user_task import Code, make
 from gpt2_ddp.training.branch import advise_branch
 from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.optimizer import lr_at
+from gpt2_ddp.training.own_text import settle_own_text
 from gpt2_ddp.training.run_length import settle_minutes
 from gpt2_ddp.training.task import Due, Loss, Poll, Task
 
@@ -71,14 +73,21 @@ class Pretraining(Task[TrainingConfig]):
         # commands that only make a model or an order have none
         self.accelerator = cast(Accelerator, accelerator)
         self._saved = saved
-        self.units_per_item = config.model.block_size
         self._needs_weights = bool(config.train.init_from) and not saved
-        if accelerator:
-            windows = config.global_batch_windows
-            processes = accelerator.num_processes
-            self.micro_batch = split_batch(windows, processes, config.train.micro_batch_size)
+        if not config.own_text:
+            self._divide_step()
         if saved and not self._has_own_schedule:
             self._check_learning_rate(saved)
+
+    def _divide_step(self) -> None:
+        """Sets what follows from the context and the batch. Raises: UserError if a step cannot be
+        divided among the ranks."""
+        config = self.config
+        self.units_per_item = config.model.block_size
+        if self.accelerator:
+            windows = config.global_batch_windows
+            processes = self.accelerator.num_processes
+            self.micro_batch = split_batch(windows, processes, config.train.micro_batch_size)
 
     @property
     def _has_own_schedule(self) -> bool:
@@ -162,6 +171,7 @@ class Pretraining(Task[TrainingConfig]):
         long = LONGEST.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
         on_every_rank(self._get_missing_data)
+        self.settle()
         self.open_data()
         if is_complete:
             return
@@ -172,6 +182,13 @@ class Pretraining(Task[TrainingConfig]):
         self.build_feed()
         watchdog.heartbeat("hashing", timeout=long)
         self.check_hashes()
+
+    def settle(self, machine: Machine | None = None) -> None:
+        """Completes the configuration of a text of one's own, whose data are there, for this
+        machine or another. Raises: UserError."""
+        if self.config.own_text:
+            self.config = settle_own_text(self.config, self.accelerator, machine)
+            self._divide_step()
 
     def open_data(self) -> None:
         """Opens the data by their small files, and resolves the configuration. Raises:

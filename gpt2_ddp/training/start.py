@@ -36,7 +36,7 @@ from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.saved import check_resumable
+from gpt2_ddp.config.saved import check_resumable, with_recorded
 from gpt2_ddp.config.training import OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
@@ -163,6 +163,7 @@ def open_run(
             if lock:
                 _report_liveness(watchdog, log, progress)
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
+            config = as_recorded(config, store)
             checkpoint = find_start(config, store)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
@@ -250,6 +251,18 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     if isinstance(config, TrainingConfig) and config.train.branch_from:
         return branch_off(find_parent(config), config)
     return None
+
+
+def as_recorded(config: ConfigT, store: CheckpointStore) -> ConfigT:
+    """The configuration of a run of one's own text that goes on, or of a branch of another run: it
+    has what that one recorded in the fields that the rule would choose. Raises: UserError, as
+    `find_parent`."""
+    if not isinstance(config, TrainingConfig) or not config.own_text:
+        return config
+    checkpoint = store.newest(weights=False)
+    if not checkpoint and config.train.branch_from:
+        checkpoint = find_parent(config)
+    return with_recorded(config, checkpoint.config) if checkpoint else config
 
 
 def _settle(

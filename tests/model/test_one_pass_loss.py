@@ -40,15 +40,21 @@ def loss_and_gradients(model, run, reduction):
 
 
 def switch(monkeypatch, on):
-    monkeypatch.setattr(gpt_module, "fuses_loss", lambda x, reduction: on)
+    monkeypatch.setattr(gpt_module, "fuses_loss", lambda x, weight, reduction: on)
 
 
+@pytest.mark.parametrize("rows", ["whole", 1, 3, 1000])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("kind", KINDS)
 @float64()
-def test_the_loss_and_its_gradients_are_the_plain_ones(monkeypatch, kind, reduction):
-    """Also of the norm and of a head with a soft cap; some targets are not scored."""
+def test_the_loss_and_its_gradients_are_the_plain_ones(monkeypatch, kind, reduction, rows):
+    """Also of the norm and of a head with a soft cap; some targets are not scored. Whole, as in
+    compiled code, and in parts of so many rows."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    if rows == "whole":
+        monkeypatch.setattr(loss_module, "_LossInParts", loss_module._OnePassLoss)
+    else:
+        monkeypatch.setattr(loss_module, "PART", rows * PADDED)
     model = model_of(kind)
     switch(monkeypatch, False)
     plain = loss_and_gradients(model, model, reduction)
@@ -71,6 +77,23 @@ def test_padding_has_probability_0_whatever_its_logits_are():
     assert_close(loss, torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
     loss.backward()
     assert not weight.grad[VOCAB:].any()
+
+
+@pytest.mark.parametrize(
+    ("width", "is_bf16", "reduction", "in_parts"),
+    [(1000, True, "sum", True), (1000, True, "none", False), (1000, False, "sum", False),
+     (1, True, "sum", False)],
+)  # fmt: skip
+def test_parts_are_for_many_logits_in_bf16_training_on_a_cpu(
+    monkeypatch, width, is_bf16, reduction, in_parts
+):
+    monkeypatch.setattr(loss_module, "MOST_LOGITS", 5000)
+    rows = torch.zeros(6, 8)
+    weight = torch.zeros(width, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+        assert loss_module.fuses_loss(rows, weight, reduction) is in_parts
+        with torch.no_grad():
+            assert not loss_module.fuses_loss(rows, weight, reduction)
 
 
 def saved(run):

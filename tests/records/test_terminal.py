@@ -6,16 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from close import assert_close
 from commands import SCRIPTS, launch
-from pages import ROOT
 from runs import open_folder
 
 from gpt2_ddp.config.jobs import RegressionConfig
-from gpt2_ddp.config.training import LARGER, OWN_TEXT, ModelConfig, TrainingConfig
-from gpt2_ddp.data import fetch as missing
-from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.distributed import process
 from gpt2_ddp.records.metrics import Metrics, describe, time_left
 from gpt2_ddp.records.run_folder import RunLog
@@ -69,58 +64,16 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_row_s_speed():
     )
 
 
-def manifest_of(size):
-    """The manifest of a text of so many bytes; None: unknown."""
-    recipe = {} if size is None else {"account": {"bytes": size}}
-    return Manifest(2, "bytes", "", 257, 256, "text", {}, recipe)
-
-
-NEXT = [
-    ("data/mine", 1000, "--data.path data/mine --run_name mine"),
-    ("data/mine", None, "--data.path data/mine --run_name mine"),
-    (
-        "data/mine",
-        20000000,
-        (
-            "--config configs/gpt2_medium_corpus.yaml --data.path data/mine"
-            " --run_name mine  (for a GPU; on a"
-        ),
-    ),
-    (
-        "data/web",
-        5000000000,
-        "--config configs/gpt2_124m.yaml --data.path data/web --run_name web  (for a GPU; on a",
-    ),
-    ("data/my text", 1, "--data.path 'data/my text'"),
-    ("data/stdlib", 30000000, ""),
-]
-
-
-@pytest.mark.parametrize(("folder", "tokens", "flags"), NEXT)
-def test_after_a_preparation_comes_a_training_of_its_size(folder, tokens, flags):
-    line = next_training(Path(folder), manifest_of(tokens))
-    assert line.startswith(f"next: python scripts/train_gpt2.py {flags}".strip())
-
-
-def test_each_preset_of_a_size_exists_and_readme_has_it():
-    readme = (ROOT / "README.md").read_text()
-    for preset in (OWN_TEXT, *LARGER.values()):
-        assert (ROOT / preset).is_file()
-        assert Path(preset).stem in readme
-    assert f"up to {min(LARGER) // 10**6} MB" in readme
-
-
-def test_a_small_model_for_much_text_is_told_once(tmp_path, monkeypatch, capsys):
-    small = ModelConfig.model_validate(yaml.safe_load((ROOT / OWN_TEXT).read_text())["model"])
-    for size, model, notes in (
-        (78_000_000, small, 1),
-        (19_000_000, small, 0),
-        (78_000_000, ModelConfig(), 0),
-    ):
-        monkeypatch.setattr(missing, "read_manifest", lambda folder, size=size: manifest_of(size))
-        missing.print_size_note(TrainingConfig(model=model, train={"steps": 1}))
-        note = "note: this model is for up to 20 MB of text, and there are 78 MB"
-        assert capsys.readouterr().err.count(note) == notes
+@pytest.mark.parametrize(
+    ("folder", "flags"),
+    [
+        ("data/mine", " --data.path data/mine --run_name mine"),
+        ("data/my text", " --data.path 'data/my text'"),
+        ("data/stdlib", ""),
+    ],
+)
+def test_after_a_preparation_comes_a_training(folder, flags):
+    assert next_training(Path(folder)) == f"next: python scripts/train_gpt2.py{flags}"
 
 
 def test_a_preparation_ends_with_the_next_command_unless_a_training_has_started_it(tmp_path):
