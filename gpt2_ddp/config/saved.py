@@ -49,9 +49,9 @@ def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
     rule chooses, and that neither a file nor a flag gives. Raises: UserError, as `load`."""
     given = given_fields(config)
     before = flat(complete(type(config), saved))
-    lengths = {*config.alternatives}
-    if not lengths.isdisjoint(given):  # one of three is given
-        given |= dict.fromkeys(lengths - given.keys())
+    for alternatives in config.alternatives:
+        if not given.keys().isdisjoint(alternatives):  # such as one of three lengths
+            given |= dict.fromkeys(alternatives - given.keys())
     recorded = {name: before[name] for name in CHOSEN - given.keys()}
     values = flat(config.model_dump()) | recorded | {"own_text": False}
     sections = {name for name, section in config if isinstance(section, Section)}
