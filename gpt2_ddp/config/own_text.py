@@ -10,12 +10,12 @@ docs/own-text.md has the measurements behind the constants.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from gpt2_ddp.config.base import Section, flat, nested
+from gpt2_ddp.config.base import Command, Section, flat, nested
 
-if TYPE_CHECKING:  # training.py imports this module
-    from gpt2_ddp.config.training import TrainingConfig
+# TrainingConfig, which imports this module, or a subclass
+ConfigT = TypeVar("ConfigT", bound=Command)
 
 MINUTES = 30.0
 """Time of a run whose length nothing gives."""
@@ -98,7 +98,7 @@ TYPICAL_MACHINE = Machine(2e11)
 """By these, a command line is checked before the data are known."""
 
 
-class Choice(NamedTuple):
+class Choice(NamedTuple, Generic[ConfigT]):
     """A configuration that the rule has completed.
 
     Attributes:
@@ -106,12 +106,12 @@ class Choice(NamedTuple):
         tokens: to train on, if training is as fast as was assumed.
     """
 
-    config: "TrainingConfig"
+    config: ConfigT
     parameters: int
     tokens: float
 
 
-def given_fields(config: "TrainingConfig") -> dict[str, Any]:
+def given_fields(config: Command) -> dict[str, Any]:
     """The values of the fields of sections that a file or a flag gives, by dotted names."""
     values: dict[str, Any] = {}
     for name, section in config:
@@ -122,7 +122,7 @@ def given_fields(config: "TrainingConfig") -> dict[str, Any]:
     return values
 
 
-def choose(config: "TrainingConfig", text: Text, machine: Machine) -> Choice:
+def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:
     """The configuration with plain numbers in the fields of `CHOSEN` that neither a file nor a flag
     gives, and `own_text` off: later commands need no rule. Raises: UserError if the given fields
     contradict each other."""
@@ -140,9 +140,10 @@ def choose(config: "TrainingConfig", text: Text, machine: Machine) -> Choice:
             length = {"train.steps": None, "train.epochs": MOST_PASSES, "train.minutes": None}
     chosen = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
     chosen |= _step(given, shape, tokens, machine.ranks)
-    if config.optim.name != "muon":
-        chosen |= {"optim.lr": ADAMW_LR, "optim.muon_lr": config.optim.muon_lr}
-    values = flat(config.model_dump()) | chosen | given | {"own_text": False}
+    values = flat(config.model_dump())
+    if values["optim.name"] != "muon":
+        chosen |= {"optim.lr": ADAMW_LR, "optim.muon_lr": values["optim.muon_lr"]}
+    values |= chosen | given | {"own_text": False}
     sections = {name for name, section in config if isinstance(section, Section)}
     single = type(config).model_fields.keys() - sections
     complete = type(config).model_validate(nested(values, single))

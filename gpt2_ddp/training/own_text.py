@@ -1,5 +1,8 @@
 """`own_text`: completes the configuration of a new run by its text and the speed of its devices."""
 
+# accelerate has no type stubs
+# pyright: reportMissingTypeStubs=false
+
 import time
 from functools import partial
 from pathlib import Path
@@ -62,7 +65,7 @@ def _seconds(x: Tensor, weight: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def describe(choice: Choice, text: Text, size: int) -> str:
+def describe(choice: Choice[TrainingConfig], text: Text, size: int) -> str:
     """What will be trained, in one line."""
     config = choice.config
     model = config.model
