@@ -139,7 +139,7 @@ def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:
             tokens = MOST_PASSES * text.tokens
             length = {"train.steps": None, "train.epochs": MOST_PASSES, "train.minutes": None}
     chosen = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
-    chosen |= _step(given, shape, tokens, machine.ranks)
+    chosen |= _step(given, shape, tokens, machine.ranks, bool(length["train.minutes"]))
     values = flat(config.model_dump())
     if values["optim.name"] != "muon":
         chosen |= {"optim.lr": ADAMW_LR, "optim.muon_lr": values["optim.muon_lr"]}
@@ -221,7 +221,7 @@ def _dropout(passes: float) -> float:
 
 
 def _step(
-    given: Mapping[str, Any], shape: Mapping[str, int], tokens: float, ranks: int
+    given: Mapping[str, Any], shape: Mapping[str, int], tokens: float, ranks: int, has_time: bool
 ) -> dict[str, Any]:
     """Batch, learning rates, warm-up, and the steps between evaluations, checkpoints, rows and
     samples."""
@@ -232,12 +232,13 @@ def _step(
     steps = tokens / batch
     scale = (192 / shape["model.n_embd"]) ** 0.5
     every = _round(steps / EVALUATIONS)
+    fewest = FEWEST_WARM_UP if has_time else 1
     return {
         "train.global_batch_tokens": batch,
         "train.micro_batch_size": max(1, MICRO_BATCH // context),
         "optim.lr": LR * scale,
         "optim.muon_lr": MUON_LR,
-        "optim.warmup_steps": max(FEWEST_WARM_UP, min(round(steps * WARM_UP), int(steps) // 2)),
+        "optim.warmup_steps": max(round(steps * WARM_UP), fewest),
         "eval.every": every,
         "checkpoint.every": every,
         "tracking.log_every": _round(steps / ROWS),

@@ -1,0 +1,67 @@
+"""A text of one's own, without --config: the run has plain numbers, and goes on with them."""
+
+import pytest
+import yaml
+from runs import events, is_intact, train
+
+from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.training import TrainingConfig, training_default
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.plan import plan
+from gpt2_ddp.training import own_text
+
+
+@pytest.fixture
+def config_of(corpus, tmp_path, monkeypatch):
+    """Makes the configuration of a command line without --config. The machine is measured to be
+    twice as fast each time."""
+    speeds = iter(2**n * 1e9 for n in range(99))
+    monkeypatch.setattr(own_text, "measure_speed", lambda device, dtype: next(speeds))
+
+    def make(**flags):
+        given = {"data.path": str(corpus), "output_dir": str(tmp_path), "run_name": "book"}
+        small = {"model.block_size": "16", "train.global_batch_tokens": "64"}
+        return resolve(TrainingConfig, [], given | small | flags, training_default)
+
+    return make
+
+
+def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, capsys):
+    run = tmp_path / "book"
+    train(config_of(**{"train.steps": "6", "checkpoint.every": "3"}))
+    said = capsys.readouterr()
+    assert "active parameters (" in said.out + said.err
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
+    assert recorded["own_text"] is False
+    assert recorded["model"]["architecture"] == "qwen3"
+    assert recorded["model"]["block_size"] == 16
+    train(config_of(**{"train.steps": "9"}))  # the machine is faster now
+    again = yaml.safe_load((run / "config.yaml").read_text())
+    assert again["model"] == recorded["model"]
+    assert again["optim"]["lr"] == recorded["optim"]["lr"]
+    assert [event["step"] for event in events(run, "start")] == [0, 6]
+    assert is_intact(run)
+
+
+def test_a_given_field_that_differs_is_refused(config_of):
+    train(config_of(**{"train.steps": "2"}))
+    with pytest.raises(UserError, match=r"model\.n_layer = 7: the run was started with"):
+        train(config_of(**{"train.steps": "2", "model.n_layer": "7"}))
+
+
+def test_a_branch_has_its_parent_s_numbers(config_of, tmp_path):
+    train(config_of(**{"train.steps": "4"}))
+    flags = {"train.steps": "6", "run_name": "branch", "train.branch_from": str(tmp_path / "book")}
+    train(config_of(**flags, **{"optim.decay_steps": "6"}))
+    first, second = (
+        yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("book", "branch")
+    )
+    assert second["model"] == first["model"]
+
+
+def test_a_plan_is_of_the_model_that_would_be_trained(config_of, capsys):
+    training = config_of(**{"train.minutes": "10"})
+    seen = plan.preflight(training, 8, 1e15)
+    assert not seen.mistakes
+    assert seen.completed.train.global_batch_tokens == 64
+    assert seen.completed.model.n_layer > plan.preflight(training, 1).completed.model.n_layer
