@@ -72,6 +72,10 @@ class DataConfig(Section):
     prepare: str | None = None
     """configuration of prepare_data.py to run first if shards are missing; its output is path, or a
     folder of path"""
+    shift_windows: bool = False
+    """cut the text into other windows in each epoch: the first one begins after 0 to block_size - 1
+    tokens, by seed and epoch; for runs of several epochs. A run keeps it, and older releases refuse
+    its checkpoints"""
 
     @field_validator("path")
     @classmethod
@@ -285,7 +289,7 @@ class TrainingConfig(RunConfig):
 
     kind = "gpt2"
     rollbacks = 3
-    kept = ("seed", "model", "optim", "train.global_batch_tokens")
+    kept = ("seed", "model", "optim", "train.global_batch_tokens", "data.shift_windows")
     alternatives = ("train.steps", "train.epochs", "train.minutes")
     first = (
         "run_name",
@@ -348,6 +352,16 @@ class TrainingConfig(RunConfig):
             return False
         end = cast(int | None, before)
         return self.optim.decay_steps is None or self.optim.may_end_at(end, step)
+
+    @property
+    def checkpoint_format(self) -> int:
+        return 2 if self.data.shift_windows else 1
+
+    @property
+    def shifts(self) -> int:
+        """Number of tokens at which an epoch's first window may begin: 0 alone, or with
+        `data.shift_windows` all below block_size."""
+        return self.model.block_size if self.data.shift_windows else 1
 
     @property
     def block_tokens(self) -> int:
