@@ -197,13 +197,14 @@ def generate(  # noqa: PLR0913
     return sample_texts(model, tokenizer, texts, sampling)
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913
     model: "GPT",
     tokenizer: "Tokenizer",
     data: Place,
     split: str = "val",
     tokens: int | None = None,
     batch_size: int = 16,
+    stride: int | None = None,
 ) -> "Evaluation":
     """Scores a model on a split of prepared data, in this process alone: each token except the
     first, once. Returns `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens`
@@ -213,13 +214,17 @@ def evaluate(
         data: the folder of token shards.
         tokens: number of tokens to score, evenly spread; None: all.
         batch_size: windows per forward pass.
+        stride: tokens between the beginnings of two windows; only the last `stride` tokens of each
+            are scored, after the context before them. None: windows side by side.
     """
-    from gpt2_ddp.evaluation.evaluate import EvalSet, evaluate  # noqa: PLC0415  torch
+    from gpt2_ddp.evaluation.evaluate import EvalSet, check_stride, evaluate  # noqa: PLC0415  torch
     from gpt2_ddp.tasks.checkpoints import open_splits  # noqa: PLC0415  torch
 
-    EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
+    EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split, stride=stride)  # checks them
+    size = model.config.block_size
+    check_stride(stride, size)
     stream = open_splits([os.fspath(data)], split, tokenizer)[1][0]
-    scored = EvalSet(stream, model.config.block_size, tokens, tokenizer.token_bytes())
+    scored = EvalSet(stream, size, tokens, tokenizer.token_bytes(), stride)
     # all fields of an Accelerator that `evaluate` reads: Accelerate's own state stays unused
     alone: Any = SimpleNamespace(device=model.wte.weight.device, num_processes=1, process_index=0)
     return evaluate(alone, model.eval(), scored, batch_size)

@@ -34,8 +34,9 @@ from torch.optim import Optimizer
 from gpt2_ddp.files import sha256_file, write_atomically, write_hashed, writing
 from gpt2_ddp.state import State
 
-FORMAT = 1
-"""Format of a checkpoint folder."""
+FORMATS = (1, 2)
+"""Formats of a checkpoint folder that are read here. Format 2 has the files of format 1, and a
+configuration with a field that older releases would ignore: data.shift_windows."""
 STATE = "state.json"
 CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
@@ -89,6 +90,7 @@ class Snapshot:
     # more content by name, such as a tokenizer
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     part: Part = field(default_factory=Part)
+    format: int = FORMATS[0]
 
     @property
     def part_bytes(self) -> int:
@@ -172,10 +174,12 @@ def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def write_manifest(files: Mapping[str, dict[str, Any]], folder: Path) -> None:
+def write_manifest(
+    files: Mapping[str, dict[str, Any]], folder: Path, format: int = FORMATS[0]
+) -> None:
     """Writes the manifest of a checkpoint, whose other files are on disk. Raises:
     UserError, as `files.writing`."""
-    manifest = {"format": FORMAT, "files": {name: files[name] for name in sorted(files)}}
+    manifest = {"format": format, "files": {name: files[name] for name in sorted(files)}}
     sealed = {**manifest, "sha256": seal(manifest)}
     write_atomically(folder / MANIFEST, json.dumps(sealed, indent=1))
 

@@ -230,7 +230,7 @@ class CheckpointStore:
             parts = gather(lambda: write_part(snapshot, _hidden(path, "tmp")), part.group)
             if part.number:
                 return
-            self._complete(path, ChainMap(*parts))
+            self._complete(path, ChainMap(*parts), snapshot.format)
         except UserError:
             if part.number == 0:
                 with suppress(UserError):  # the next start deletes any rest
@@ -245,14 +245,14 @@ class CheckpointStore:
         self._log.append({"event": "checkpoint", **checkpoint_ref(path), "kept": steps_of(keep)})
         self._delete_except(keep)
 
-    def _complete(self, path: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    def _complete(self, path: Path, files: Mapping[str, dict[str, Any]], format: int) -> None:
         """Writes the manifest, and gives the folder its name."""
         # state.json has the chain of the last row: were that row lost in a crash of the machine,
         # the resumed run would take its rows for damaged
         self._log.sync()
         temporary = _hidden(path, "tmp")
         replaced = _hidden(path, "replaced")
-        write_manifest(files, temporary)
+        write_manifest(files, temporary, format)
         with writing(path):
             if path.exists():  # a step saved again: deleted once the new one is in place
                 path.rename(replaced)

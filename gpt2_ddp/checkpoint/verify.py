@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from gpt2_ddp.checkpoint.format import (
     CONFIG,
     FOLDER,
-    FORMAT,
+    FORMATS,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -308,8 +308,9 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
         raise CorruptCheckpoint(file, f"cannot be read ({error})") from error
     if not sealed:
         raise CorruptCheckpoint(file, "its own SHA-256 differs")
-    if format != FORMAT:
-        formats = f"has format {format}, this release reads format {FORMAT}"
+    if format not in FORMATS:
+        known = " and ".join(map(str, FORMATS))
+        formats = f"has format {format}, this release reads formats {known}"
         raise UserError("checkpoint", checkpoint, f"{formats}; use the release that wrote it")
     for name in (CONFIG, MODEL, OPTIMIZER, STATE):
         if not part_names(name, files):

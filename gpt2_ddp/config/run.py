@@ -139,6 +139,12 @@ class RunConfig(Command):
         return "ddp"
 
     @property
+    def checkpoint_format(self) -> int:
+        """Format of the run's checkpoints. A release refuses those of formats that it does not
+        know. So a field that no release may ignore needs another one than 1."""
+        return 1
+
+    @property
     def backend(self) -> Literal["auto", "nccl", "gloo"]:
         """`launch.backend`: that of the process group."""
         return "auto"

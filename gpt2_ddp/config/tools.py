@@ -130,6 +130,10 @@ class EvaluateConfig(CheckpointCommand):
     """split to score: each of its tokens except the first, once"""
     tokens: PositiveInt | None = None
     """number of tokens to score, evenly spread; null: all"""
+    stride: PositiveInt | None = None
+    """score with context: windows begin this number of tokens apart, at most block_size, and only
+    the last `stride` tokens of each are scored, all of the first; half of block_size takes twice as
+    long; null: block_size, windows side by side"""
     tasks: tuple[str, ...] = ()
     """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items
     (docs/evaluation.md)"""

@@ -71,6 +71,10 @@ class DataConfig(Section):
     prepare: str | None = None
     """configuration of prepare_data.py to run first if shards are missing; its output is path, or a
     folder of path"""
+    shift_windows: bool = False
+    """cut the text into other windows in each epoch: the first one begins after 0 to block_size - 1
+    tokens, by seed and epoch; for runs of several epochs. A run keeps it, and older releases refuse
+    its checkpoints"""
 
     @field_validator("path")
     @classmethod
@@ -347,7 +351,7 @@ class TrainingConfig(RunConfig):
 
     kind = "gpt2"
     rollbacks = 3
-    kept = ("seed", "model", "optim", "train.global_batch_tokens")
+    kept = ("seed", "model", "optim", "train.global_batch_tokens", "data.shift_windows")
     alternatives = (
         ("train.steps", "train.epochs", "train.minutes"),
         ("optim.decay_steps", "optim.earlier_ends"),
@@ -435,6 +439,16 @@ class TrainingConfig(RunConfig):
         train = self.train.model_copy(update={"steps": steps, "minutes": None})
         optim = self.optim.ending_at(end, step)
         return self.model_copy(update={"train": train, "optim": optim})
+
+    @property
+    def checkpoint_format(self) -> int:
+        return 2 if self.data.shift_windows else 1
+
+    @property
+    def shifts(self) -> int:
+        """Number of tokens at which an epoch's first window may begin: 0 alone, or with
+        `data.shift_windows` all below block_size."""
+        return self.model.block_size if self.data.shift_windows else 1
 
     @property
     def block_tokens(self) -> int:

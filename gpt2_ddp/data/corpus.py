@@ -49,11 +49,15 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
         if not manifest.tokens("train"):
             hint = "has no training split; prepare it with prepare_data.py"
             raise UserError("data.path", folder, hint)
-    sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
+    streams = [TokenStream(*folder, "train", check) for folder in folders]
+    sources = [Windows(stream, size, config.shifts) for stream in streams]
     for (folder, _), source in zip(folders, sources, strict=True):
         if not len(source):
             problem = f"the training split has {len(source.stream)}"
-            hint = f"a window needs {size + 1} tokens, but {problem}"
+            needed = f"{size + config.shifts} tokens"
+            if config.data.shift_windows:
+                needed += " with data.shift_windows"
+            hint = f"a window needs {needed}, but {problem}"
             cure = "use more text or a smaller model.block_size"
             raise UserError("data.path", folder, f"{hint}; {cure}")
     if len(sources) == 1:

@@ -27,7 +27,8 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import FeedState, Mixture, State
 
 SOURCE_BITS = 48
-"""An item of a mixture is source · 2^48 + window, so the items of source 0 are its windows."""
+"""An item of a mixture is source · 2^48 + the source's own item, so those of source 0 are its
+own."""
 CACHED = 8
 """Cached blocks; most steps need one or two."""
 
@@ -48,17 +49,23 @@ class MixedOrder(Order):
     Args:
         windows: number of windows of each source.
         names: name of each source in rows.
+        shifts: of each source's epochs, as of `Permutation`.
     """
 
     def __init__(
-        self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]
+        self,
+        seed: int,
+        windows: Sequence[int],
+        phases: Sequence[Phase],
+        names: Sequence[str],
+        shifts: int = 1,
     ):
         self.phases = phases
         self.names = names
         # source 0 has the order of a run without a mixture, so that a run may add sources
         streams = ["", *(f"{number}/" for number in range(1, len(windows)))]
         self._orders = [
-            Permutation(seed, n, stream) for n, stream in zip(windows, streams, strict=True)
+            Permutation(seed, n, stream, shifts) for n, stream in zip(windows, streams, strict=True)
         ]
         self._slots = Permutation(seed, BLOCK, "block/")
         self._length = sum(
@@ -81,8 +88,8 @@ class MixedOrder(Order):
         items = np.empty(len(positions), np.uint64)
         for source in _distinct(sources):
             of_source = sources == source
-            windows = self._orders[source].items_at(uses[of_source])
-            items[of_source] = windows | (source << SOURCE_BITS)
+            own_items = self._orders[source].items_at(uses[of_source])
+            items[of_source] = own_items | (source << SOURCE_BITS)
         return items
 
     def uses(self, position: int) -> np.ndarray:
@@ -233,7 +240,8 @@ def source_weights(
     """Weight of each source with this split in the loss of the mixture, by number; they sum up to 1
     in every phase. Empty if no source of positive weight has the split."""
     windows = [
-        count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests
+        count_windows(manifest.tokens("train"), config.model.block_size, config.shifts)
+        for manifest in manifests
     ]
     weights = config.data.weights or windows
     present = {
@@ -248,18 +256,18 @@ def source_weights(
 
 
 class MixedWindows:
-    """The windows of several streams: item source · 2^48 + window (`data.mixture`)."""
+    """The windows of several streams: item source · 2^48 + the source's own item."""
 
     def __init__(self, sources: Sequence[Windows]):
         self.sources = sources
 
     def read(self, items: np.ndarray) -> tuple[Tensor]:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
-        sources, windows = np.divmod(items, 2**SOURCE_BITS)
+        sources, own_items = np.divmod(items, 2**SOURCE_BITS)
         rows = torch.empty(len(items), self.sources[0].block_size + 1, dtype=torch.int64)
         for source in _distinct(sources):
             of_source = sources == source
-            (tokens,) = self.sources[source].read(windows[of_source])
+            (tokens,) = self.sources[source].read(own_items[of_source])
             rows[torch.from_numpy(of_source)] = tokens
         return (rows,)
 

@@ -1,8 +1,9 @@
 """The global order of the training items (windows of tokens, or samples), and its digest.
 
 Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`. So an epoch
-of N positions has each item once. docs/verify.md specifies permutation and digest, so that other
-code can check them.
+of N positions has each item once. With `data.shift_windows`, the windows of an epoch are shifted by
+a number of tokens, which is in its items. docs/verify.md specifies permutation, shift and digest,
+so that other code can check them.
 """
 
 import hashlib
@@ -43,17 +44,22 @@ class Order(ABC):
 
 class Permutation(Order):
     """The endless order of N items: a keyed bijection per epoch, in O(1) memory and with O(1) seek.
+    In epoch e, item i is shift(e) · N + i; without shifts it is i.
 
     A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a =
     ceil(sqrt(N)) permutes [0, a²). Values outside [0, N), at most 2·sqrt(N), pass through it again
     until they are inside (cycle walking; Black and Rogaway, 2002). `stream` is a prefix of the
     epoch in the key: each gives another order of the same seed (`data.mixture`).
+
+    Args:
+        shifts: number of the shifts, from 0 on; each epoch has one of them (`data.shards.Windows`).
     """
 
-    def __init__(self, seed: int, n_items: int, stream: str = ""):
+    def __init__(self, seed: int, n_items: int, stream: str = "", shifts: int = 1):
         self.seed = seed
         self.n_items = n_items
         self.stream = stream
+        self.shifts = shifts
         self.base = math.isqrt(n_items - 1) + 1
         self._first = 0
         self._cached = np.empty(0, np.uint64)  # items at the positions from _first on
@@ -75,8 +81,14 @@ class Permutation(Order):
         items = index.astype(np.uint64)
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
-            items[in_epoch] = self._permute(epoch, items[in_epoch])
+            shifted = self.shift(epoch) * self.n_items
+            items[in_epoch] = self._permute(epoch, items[in_epoch]) + shifted
         return items
+
+    def shift(self, epoch: int) -> int:
+        """The shift of an epoch, below `shifts`."""
+        key = hashlib.shake_256(f"{self.seed}/shift/{self.stream}{epoch}".encode()).digest(8)
+        return int.from_bytes(key, "little") % self.shifts
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
         key = hashlib.shake_256(f"{self.seed}/{self.stream}{epoch}".encode()).digest(8 * ROUNDS)

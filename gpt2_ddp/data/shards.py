@@ -195,24 +195,33 @@ def verify_shards(
                 file.write(f"{line}\n")
 
 
-def count_windows(n_tokens: int, block_size: int) -> int:
-    """Number of full windows of block_size inputs and their targets in a stream of n_tokens."""
-    return max(n_tokens - 1, 0) // block_size
+def count_windows(n_tokens: int, block_size: int, shifts: int = 1) -> int:
+    """Number of full windows of block_size inputs and their targets in a stream of n_tokens, from
+    each of its first `shifts` tokens on."""
+    return max(n_tokens - shifts, 0) // block_size
 
 
 class Windows:
-    """The windows of `stream`, read by number."""
+    """The windows of `stream`, read by number. N windows lie side by side, from token 0 on, or from
+    another of the first `shifts` tokens.
 
-    def __init__(self, stream: TokenStream, block_size: int):
+    An item is s · N + i, of window i from token s on: it begins at token i · T + s. So the items
+    below N are the windows from token 0 on.
+    """
+
+    def __init__(self, stream: TokenStream, block_size: int, shifts: int = 1):
         self.stream = stream
         self.block_size = block_size
+        self.shifts = shifts
 
     def __len__(self) -> int:
-        return count_windows(len(self.stream), self.block_size)
+        return count_windows(len(self.stream), self.block_size, self.shifts)
 
     def read(self, items: np.ndarray) -> "tuple[Tensor]":
-        """Tokens int64 [b, T + 1] of the windows int64 [b]."""
+        """Tokens int64 [b, T + 1] of the items int64 [b]."""
         import torch  # noqa: PLC0415  heavy: prepare_data.py starts a second sooner without it
 
-        tokens = self.stream.read(items * self.block_size, self.block_size + 1)
+        shift, window = np.divmod(items, len(self))
+        assert shift.max(initial=0) < self.shifts, "an item outside of the windows"
+        tokens = self.stream.read(window * self.block_size + shift, self.block_size + 1)
         return (torch.from_numpy(tokens.astype(np.int64)),)

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt2_ddp.data.shards import TokenStream, count_windows
-from gpt2_ddp.errors import is_main_process
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.errors import UserError, is_main_process
 
 IGNORED = -100
 BATCH = 16
@@ -69,12 +69,29 @@ class EvalSet(NamedTuple):
     Attributes:
         tokens: targets that are scored, in whole windows, evenly spread; None: all.
         token_bytes: UTF-8 bytes of each token, int [vocab_size].
+        stride: tokens between the beginnings of two windows, at most block_size. Only the last
+            `stride` targets of a window are scored, and all of the first one. So each target is
+            scored once, most of them after block_size - stride tokens or more. None: block_size.
     """
 
     stream: TokenStream
     block_size: int
     tokens: int | None
     token_bytes: np.ndarray
+    stride: int | None = None
+
+    @property
+    def distance(self) -> int:
+        """Tokens between the beginnings of two windows."""
+        return self.stride or self.block_size
+
+
+def check_stride(stride: int | None, block_size: int) -> None:
+    """Raises: UserError if windows of block_size that begin `stride` tokens apart leave tokens
+    out."""
+    if stride and stride > block_size:
+        hint = f"should be at most the model's block_size ({block_size}); else tokens are left out"
+        raise UserError("stride", stride, hint)
 
 
 def rounds(
@@ -112,7 +129,7 @@ def evaluate(
             evaluation.
     """
     device = accelerator.device
-    windows = _chosen_windows(len(data.stream), data.block_size, data.tokens)
+    windows = _chosen_windows(data)
     exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
     totals = torch.zeros(3, dtype=exact, device=device)  # nll, tokens, bytes
     lengths = torch.from_numpy(data.token_bytes.astype(np.int64)).to(device)
@@ -129,25 +146,29 @@ def evaluate(
     return Evaluation(nll, round(n_tokens), round(n_bytes))
 
 
-def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.ndarray:
+def _chosen_windows(data: EvalSet) -> np.ndarray:
     """Indices int64 of the windows to score; the last may be the stream's short one."""
-    count = math.ceil((n_tokens - 1) / block_size)
-    if tokens is None or tokens >= n_tokens - 1:
-        return np.arange(count)
-    full = count_windows(n_tokens, block_size)
-    chosen = min(max(math.ceil(tokens / block_size), 1), max(full, 1))
-    return np.arange(chosen) * max(full, 1) // chosen
+    targets = len(data.stream) - 1
+    behind_first = max(targets - data.block_size, 0)
+    if data.tokens is None or data.tokens >= targets:
+        return np.arange(1 + math.ceil(behind_first / data.distance))
+    full = 1 + behind_first // data.distance
+    wanted = 1 + math.ceil(max(data.tokens - data.block_size, 0) / data.distance)
+    chosen = min(wanted, full)
+    return np.arange(chosen) * full // chosen
 
 
 def _batch(data: EvalSet, windows: np.ndarray, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets int64 [batch_size, block_size]; the padding's targets are IGNORED."""
+    """Inputs and targets int64 [batch_size, block_size]. Targets of the padding, and those that the
+    window before scores, are IGNORED."""
     stream = data.stream
     block_size = data.block_size
     x = torch.zeros(batch_size, block_size, dtype=torch.int64)
     y = torch.full((batch_size, block_size), IGNORED)
-    for row, start in enumerate((windows * block_size).tolist()):
+    for row, start in enumerate((windows * data.distance).tolist()):
         length = min(block_size, len(stream) - start - 1)
         tokens = torch.from_numpy(stream.read(np.array([start]), length + 1)[0].astype(np.int64))
+        context = block_size - data.distance if start else 0  # its targets are scored already
         x[row, :length] = tokens[:-1]
-        y[row, :length] = tokens[1:]
+        y[row, context:length] = tokens[context + 1 :]
     return x, y

@@ -341,7 +341,7 @@ def _check_training(
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
             stream = TokenStream(Path(folder), manifest, "train", check=False)
-            sources.append(Windows(stream, config.model.block_size))
+            sources.append(Windows(stream, config.model.block_size, config.shifts))
     newest = [*checkpoints.values()][-1] if checkpoints else None
     kind, problem = _task_class(starts, newest, command.trust_run_code)
     if problem:

@@ -23,7 +23,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, print_line, truncate
-from gpt2_ddp.evaluation.evaluate import EvalSet, Evaluation, evaluate, mixed
+from gpt2_ddp.evaluation.evaluate import EvalSet, Evaluation, check_stride, evaluate, mixed
 from gpt2_ddp.evaluation.items import METRICS, ItemSet, answer, judge, load_sets
 from gpt2_ddp.files import refuse_links, write_atomically
 from gpt2_ddp.model.gpt import GPT
@@ -51,6 +51,9 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
             on_main(partial(make_output_folder, config.output))
     elif config.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
+    elif config.stride and config.tasks:
+        hint = "is for the loss of a split; remove it, or tasks"
+        raise UserError("stride", config.stride, hint)
     elif config.output and not config.tasks:
         raise UserError(
             "output", config.output, "is for tasks only; add some, like --tasks hellaswag"
@@ -97,6 +100,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     """The loss of a GPT's checkpoint over a split of `data`, or of the run's own folders. With
     several, that of each, and of all by the run's weights, if there are as many as the run's."""
     settings = read_settings(checkpoint)
+    check_stride(config.stride, settings.model.block_size)
     folders_of_run = settings.data.paths
     data = settings.data.model_copy(update={"path": config.data or settings.data.path})
     settings = settings.model_copy(update={"data": data})
@@ -120,14 +124,15 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     prepared = accelerator.prepare_model(loaded.model, evaluation_mode=True)
     evaluations: dict[int, Evaluation] = {}
     for number, stream in loaded.streams.items():
-        windows = EvalSet(stream, size, config.tokens, lengths)
+        windows = EvalSet(stream, size, config.tokens, lengths, config.stride)
         evaluations[number] = evaluate(accelerator, prepared, windows, config.batch_size)
 
     def as_text(result: Evaluation) -> str:
         loss = f"{config.split} loss {result.loss:.6f}"
         bits = f"{result.bits_per_byte:.6f} bits per byte"
         scored = f"{result.tokens:,} tokens ({round(result.bytes):,} bytes)"
-        return f"{loss}, perplexity {result.perplexity:.4f}, {bits} over {scored}"
+        stride = f", stride {config.stride}" if config.stride else ""
+        return f"{loss}, perplexity {result.perplexity:.4f}, {bits} over {scored}{stride}"
 
     if len(folders) == 1:
         return as_text(evaluations[0])
@@ -202,6 +207,7 @@ def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
     folder = " ".join(config.data)
     refused = {
         "tokens": config.tokens,
+        "stride": config.stride,
         "tasks": ", ".join(config.tasks),
         "split": "" if config.split == "val" else config.split,
         "data": "" if data.get("path") else folder,

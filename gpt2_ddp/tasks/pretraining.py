@@ -268,11 +268,12 @@ class Pretraining(Task[TrainingConfig]):
 
     def make_order(self, sources: Sequence[Sized]) -> Order:
         """The order of the windows of all folders' training splits."""
-        if len(sources) == 1:
-            return Permutation(self.config.seed, len(sources[0]))
         config = self.config
+        if len(sources) == 1:
+            return Permutation(config.seed, len(sources[0]), shifts=config.shifts)
         windows = [*map(len, sources)]
-        return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
+        phases = phases_of(config, windows)
+        return MixedOrder(config.seed, windows, phases, config.data.names, config.shifts)
 
     def make_model(self, vocab_size: int, eot: int | None = None) -> GPT:
         """The plain model, which is called like a `GPT`. Arguments: as of `GPT`."""

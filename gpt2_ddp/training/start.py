@@ -376,6 +376,7 @@ class Trainer:
             optimizer=run.strategy.held(moments),
             files=run.task.files,
             part=run.strategy.part,
+            format=run.config.checkpoint_format,
         )
 
     def load(self, start: Checkpoint) -> None:

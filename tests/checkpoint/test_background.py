@@ -129,8 +129,8 @@ def train(config, held=0, then="", number=0, bad=(0, 0)):
     gate = threading.Event()
     at = [0]
 
-    def holding(files, folder):
-        write(files, folder)
+    def holding(files, folder, *format):
+        write(files, folder, *format)
         if held and folder.name == f".step-{held:08d}.tmp":
             assert gate.wait(60)
             if number:

@@ -438,7 +438,7 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     """Nothing is renamed, and no older checkpoint is loaded in its place."""
     save(run, 1)
     place = save(run, 2)
-    change(place / MANIFEST, '"format": 1', '"format": 2')
+    change(place / MANIFEST, '"format": 1', '"format": 3')
     reseal(place / STATE)
     checkpoints = open_store(run)
     for look in (
@@ -446,7 +446,7 @@ def test_another_format_is_a_user_error_and_no_damage(run):
         checkpoints.newest,
         lambda: find_checkpoint(run),
     ):
-        expect_error(r"step-00000002: has format 2", look)
+        expect_error(r"step-00000002: has format 3", look)
     assert saved_steps(run) == [1, 2]
 
 

@@ -2,6 +2,7 @@
 change; runs over them, stopped, killed, gone back and given other weights; and what is refused."""
 
 import dataclasses
+import hashlib
 import math
 import random
 import re
@@ -44,11 +45,11 @@ from gpt2_ddp.data.mixture import (
     phases_of,
     source_weights,
 )
-from gpt2_ddp.data.order import Permutation
+from gpt2_ddp.data.order import Permutation, next_digest
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.evaluation.evaluate import Evaluation, mixed
-from gpt2_ddp.state import FeedState, Mixture
+from gpt2_ddp.state import FIRST_DIGEST, FeedState, Mixture
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 WINDOWS = [997, 300, 50]
@@ -59,8 +60,8 @@ PHASES = [
 ]
 
 
-def mixture(windows=WINDOWS, phases=PHASES, seed=1337):
-    return MixedOrder(seed, windows, phases, [f"s{i}" for i in range(len(windows))])
+def mixture(windows=WINDOWS, phases=PHASES, seed=1337, shifts=1):
+    return MixedOrder(seed, windows, phases, [f"s{i}" for i in range(len(windows))], shifts)
 
 
 def uses_by_definition(phases, block):
@@ -75,7 +76,7 @@ def uses_by_definition(phases, block):
     return totals
 
 
-def mixed_by_definition(seed, windows, phases, position):
+def mixed_by_definition(seed, windows, phases, position, shifts=1):
     """The item at a position, in integers and fractions
     alone: a block's positions one after another."""
     block, offset = divmod(position, 1000)
@@ -92,7 +93,9 @@ def mixed_by_definition(seed, windows, phases, position):
         uses[source] += 1
     epoch, index = divmod(uses[source] - 1, windows[source])
     key = f"{source}/{epoch}" if source else str(epoch)
-    return source * 2**48 + permuted(seed, key, windows[source], index)
+    content = hashlib.shake_256(f"{seed}/shift/{key}".encode()).digest(8)
+    shift = int.from_bytes(content, "little") % shifts
+    return source * 2**48 + shift * windows[source] + permuted(seed, key, windows[source], index)
 
 
 def test_the_order_follows_its_definition():
@@ -106,37 +109,49 @@ def test_the_order_follows_its_definition():
             for _ in begins
         ]
         phases = [Phase(begin, normalized(one)) for begin, one in zip(begins, weights, strict=True)]
-        order = mixture(windows, phases, seed := rng.randrange(2**63))
+        shifts = rng.choice([1, 32, 1000])
+        order = mixture(windows, phases, seed := rng.randrange(2**63), shifts)
         first = rng.choice([*begins, 10**12])
         positions = sorted({first + rng.randrange(1500) for _ in range(3)})
-        expected = [mixed_by_definition(seed, windows, phases, position) for position in positions]
+        expected = [
+            mixed_by_definition(seed, windows, phases, position, shifts) for position in positions
+        ]
         assert order.items_at(np.array(positions)).tolist() == expected, (
             seed,
             windows,
             phases,
             positions,
+            shifts,
         )
 
 
 @pytest.mark.parametrize(
-    ("size", "passed", "digest"),
+    ("size", "shifts", "passed", "digest"),
     [
         (
             24,
+            1,
             [(240, 360), (2390, 2410)],
             "bc17af5068ec0ad46fbabb8a85460e5c25f0edb8f2767b01f3170d9d238b3f4e",
         ),
         (
             72,
+            1,
             [(240, 360), (2990, 3010)],
             "8d961a255e690c46ef28630e9f67d3932da5afc71b6ec7ce1413e0a64ef40b63",
         ),
+        (
+            72,
+            1024,
+            [(240, 360), (2990, 3010)],
+            "ee58ebc8ba8609d68a74b977575553783e4da1776e8ae33812ed017375cd89c5",
+        ),
     ],
 )
-def test_the_digest_of_100_steps_is_what_it_always_was(size, passed, digest):
+def test_the_digest_of_100_steps_is_what_it_always_was(size, shifts, passed, digest):
     """On 1 to 4 ranks, whatever the micro-batch: of steps of 24 items of one source, or of 72 of
-    three, which reach over both phases' beginnings."""
-    order = Permutation(1337, 5000) if size == 24 else mixture()
+    three, which reach over both phases' beginnings, shifted or not."""
+    order = Permutation(1337, 5000) if size == 24 else mixture(shifts=shifts)
     for world in (1, 2, 3, 4):
         feed = Feed(order, GlobalBatch(size, partial(interleaved, world, size // world // 2)))
         for start, stop in passed:
@@ -202,19 +217,24 @@ def config_of(sources, output, changes=()):
     return training_config("", output, CHANGES | {"data.path": sources} | dict(changes))
 
 
-def windows_of(sources):
-    return [
-        Windows(TokenStream(Path(path), read_manifest(Path(path)), "train"), 8) for path in sources
-    ]
+def windows_of(sources, shifts=1):
+    streams = [TokenStream(Path(path), read_manifest(Path(path)), "train") for path in sources]
+    return [Windows(stream, 8, shifts) for stream in streams]
 
 
-def test_windows_are_read_from_the_source_that_they_are_of(sources):
-    windows = windows_of(sources)
-    items = mixture([len(one) for one in windows]).items_at(np.arange(40)).astype(np.int64)
+@pytest.mark.parametrize("shifts", [1, 8])
+def test_windows_are_read_from_the_source_that_they_are_of(sources, shifts):
+    windows = windows_of(sources, shifts)
+    sizes = [len(one) for one in windows]
+    items = mixture(sizes, shifts=shifts).items_at(np.arange(40)).astype(np.int64)
     (rows,) = MixedWindows(windows).read(items)
     for row, item in zip(rows, items.tolist(), strict=True):
-        (alone,) = windows[item >> 48].read(np.array([item & (2**48 - 1)]))
-        assert row.tolist() == alone[0].tolist()
+        source, own = divmod(item, 2**48)
+        shift, window = divmod(own, sizes[source])
+        stream = windows[source].stream
+        whole = stream.read(np.array([0]), len(stream))[0]
+        assert row.tolist() == whole[window * 8 + shift :][:9].tolist()
+    assert any(item % 2**48 >= sizes[item >> 48] for item in items.tolist()) == (shifts > 1)
 
 
 def test_from_the_command_line():
@@ -303,6 +323,33 @@ def test_rows_say_what_each_source_had(whole, sources):
         )
         assert "val_loss/poems" not in row
         assert row["val_tokens"] == 400
+
+
+def test_a_mixture_of_shifted_windows(sources, tmp_path, capsys):
+    """Stopped and resumed; its smallest source has several epochs. Without weights, those of
+    validation are those of the windows, too."""
+    changes = {"data.shift_windows": True, "data.weights": [1, 1, 1]}
+    halves = [config_of(sources, tmp_path, changes | {"train.steps": steps}) for steps in (5, 10)]
+    assert run_ranks(in_turn, 1, *[(train, config) for config in halves]) == [["completed"] * 2]
+    run = tmp_path / "run"
+    assert verified(run, capsys)[:2] == (0, [])
+    config = halves[1]
+    sizes = [*map(len, windows_of(sources, 8))]
+    assert sizes != [*map(len, windows_of(sources))]
+    order = MixedOrder(config.seed, sizes, phases_of(config, sizes), config.data.names, 8)
+    digest = FIRST_DIGEST
+    for row in rows(run)[1:]:
+        step = row["step"]
+        digest = next_digest(digest, order.items_at(np.arange(240 * step - 240, 240 * step)))
+        assert row["order_digest"] == digest
+    assert rows(run)[-1]["epoch/poems"] > 2
+    unweighted = config_of(sources, tmp_path, {"data.weights": [], "data.phases": []})
+    shifted = unweighted.model_copy(
+        update={"data": unweighted.data.model_copy(update={"shift_windows": True})}
+    )
+    manifests = [read_manifest(Path(path)) for path in sources]
+    web, code = sizes[:2]
+    assert source_weights(shifted, manifests) == {0: web / (web + code), 1: code / (web + code)}
 
 
 def test_the_shards_of_each_folder_are_hashed(whole, capsys):

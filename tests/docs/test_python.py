@@ -163,6 +163,13 @@ def test_training_again_in_one_process(corpus, tmp_path):
 
     newest, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "cpu")
     assert_close(gpt2_ddp.evaluate(newest, tokenizer, corpus, tokens=500).loss, rows[6]["val_loss"])
+    scores = [
+        gpt2_ddp.evaluate(newest, tokenizer, corpus, stride=stride) for stride in (None, 32, 8)
+    ]
+    assert scores[0] == scores[1]
+    assert scores[2].tokens == scores[0].tokens
+    assert scores[2].loss != scores[0].loss
+    expect_error("^stride = 33", gpt2_ddp.evaluate, newest, tokenizer, corpus, stride=33)
     text = "def f(self):\n    return None\n" * 9  # longer than the context
     whole = torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()])
     scored = gpt2_ddp.score(newest, tokenizer, text)

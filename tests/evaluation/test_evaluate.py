@@ -1,5 +1,6 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from close import assert_close, float64, in_float64
+from commands import expect_error
 from ranks import run_ranks
 from runs import gpt_state, resolved, training_config
 
@@ -34,8 +36,8 @@ def model():
 
 
 def score(corpus, cases):
-    """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the
-    stream's length: for splits with fewer batches than ranks."""
+    """Evaluates on this rank by each batch size, number of tokens, limit, which cuts the stream's
+    length: for splits with fewer batches than ranks; and stride."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
     class Cut(TokenStream):
@@ -46,20 +48,23 @@ def score(corpus, cases):
     found = []
     token_bytes = load_tokenizer(str(corpus / "tokenizer.json")).token_bytes()
     prepared = accelerator.prepare_model(model(), evaluation_mode=True)
-    for batch_size, tokens, limit in cases:
+    for batch_size, tokens, limit, *stride in cases:
         Cut.limit = limit
-        data = EvalSet(
-            Cut(corpus, read_manifest(corpus), "val"), SHAPE.block_size, tokens, token_bytes
-        )
+        stream = Cut(corpus, read_manifest(corpus), "val")
+        data = EvalSet(stream, SHAPE.block_size, tokens, token_bytes, *stride)
         result = evaluate(accelerator, prepared, data, batch_size)
         found.append((result.nll, result.tokens, result.bytes))
     return found
 
 
+def validation_tokens(corpus):
+    stream = TokenStream(corpus, read_manifest(corpus), "val")
+    return torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype(np.int64))
+
+
 def by_hand(corpus):
     """One sequence at a time, in fp64 sums; the tail alone."""
-    stream = TokenStream(corpus, read_manifest(corpus), "val")
-    tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype(np.int64))
+    tokens = validation_tokens(corpus)
     scorer = model().eval()
     nll = 0.0
     count = 0
@@ -97,6 +102,85 @@ def test_every_target_once_for_all_ranks_and_batches(corpus):
     assert_close(losses, [expected_nll / expected_tokens] * len(losses))
     assert ranks[0] == ranks[1] == ranks[2]
     assert [tokens for _, tokens, _ in ranks[0][2:]] == [480, *[limit - 1 for limit in limits]]
+
+
+def by_hand_with_context(tokens, stride):
+    """As transformers' page on the perplexity of fixed-length models: one window after another,
+    whose targets up to the end of the window before are left out. Losses in nats, one for each
+    target."""
+    scorer = model().eval()
+    losses = []
+    for start in range(0, len(tokens), stride):
+        row = tokens[start : start + SHAPE.block_size + 1]
+        new = min(start + SHAPE.block_size, len(tokens) - 1) - len(losses)
+        with torch.no_grad():
+            logits = scorer(row[None, :-1]).double()[0]
+        losses += torch.nn.functional.cross_entropy(logits[-new:], row[-new:], reduction="none")
+        if len(losses) == len(tokens) - 1:
+            break
+    return torch.stack(losses)
+
+
+@float64()
+def test_with_context_every_target_once_on_several_ranks(corpus):
+    """For strides that divide the context or not, and streams of a few tokens more or less than a
+    window. A stride of a whole window is the same as none."""
+    tokens = validation_tokens(corpus)
+    limits = [2, 48, 49, 50, 64, 65, 66, 97]
+    cases = [(4, None, None, stride) for stride in (12, 17, 47)]
+    cases += [(4, None, limit, 16) for limit in limits] + [(4, None, 60, 1)]
+    cases += [(4, None, None, 48), (4, None, None), (4, 480, None, 48), (4, 480, None)]
+    ranks = run_ranks(in_float64, 2, score, corpus, cases, timeout=60)
+    assert ranks[0] == ranks[1]
+    *found, whole, usual, some, usual_some = ranks[0]
+    assert whole == usual
+    assert some == usual_some
+    token_bytes = load_tokenizer(str(corpus / "tokenizer.json")).token_bytes()
+    for (_, _, limit, stride), (nll, count, spelled) in zip(cases, found, strict=False):
+        text = tokens[:limit]
+        right = by_hand_with_context(text, stride)
+        assert count == len(right) == len(text) - 1
+        assert spelled == token_bytes[text[1:]].sum()
+        assert_close(nll, right.sum().item(), says=(limit, stride))
+
+
+@float64()
+def test_some_of_the_targets_with_context(corpus):
+    """In whole windows, evenly spread: all targets of the first, `stride` of the others."""
+    tokens = validation_tokens(corpus)
+    losses = by_hand_with_context(tokens, 12)
+    n_windows = 1 + (len(tokens) - 1 - 48) // 12
+    cases = [(4, n, None, 12) for n in (1, 48, 49, 480, 10**9)]
+    (found,) = run_ranks(in_float64, 1, score, corpus, cases)
+    for windows, (nll, count, _) in zip((1, 1, 2, 37), found, strict=False):
+        chosen = [k * n_windows // windows for k in range(1, windows)]
+        scored = [*range(48), *[48 + 12 * k - 12 + i for k in chosen for i in range(12)]]
+        assert count == len(scored)
+        assert_close(nll, losses[scored].sum().item(), says=windows)
+    assert found[-1][1] == len(losses)
+
+
+def test_a_stride_from_the_command(trained, corpus, tmp_path, capsys):
+    """The line names it, also for several folders; a wrong one is an error of one line."""
+    shutil.copytree(corpus, tmp_path / "other")
+    asked = {"checkpoint": str(trained), "device": "cpu", "mixed_precision": "no"}
+    scores = []
+    folders = (str(trained.parent / "data"), str(tmp_path / "other"))
+    for fields in ({}, {"stride": 8}, {"stride": 8, "data": folders}):
+        assert evaluate_checkpoint(EvaluateConfig(**asked, **fields)) == 0
+        scores.append(capsys.readouterr().out)
+    assert "stride" not in scores[0]
+    assert scores[1].endswith(" bytes), stride 8\n")
+    loss = re.compile("val loss ([0-9.]+)")
+    assert loss.findall(scores[1]) != loss.findall(scores[0])
+    assert loss.findall(scores[2]) == loss.findall(scores[1]) * 2
+    assert scores[2].count("stride 8") == 2
+    hint = r"should be at most the model's block_size \(32\)"
+    expect_error(f"^stride = 33: {hint}", evaluate_checkpoint, EvaluateConfig(**asked, stride=33))
+    tasks = EvaluateConfig(**asked, stride=8, tasks=("hellaswag",))
+    expect_error("^stride = 8: is for the loss of a split", evaluate_checkpoint, tasks)
+    for wrong in ("0", "-1", "x"):
+        expect_error("^stride = ", load, EvaluateConfig, ["--stride", wrong])
 
 
 # How many tokens

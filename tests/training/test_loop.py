@@ -43,18 +43,21 @@ def losses(run):
     return [row["loss"] for row in rows(run) if "loss" in row]
 
 
+@pytest.mark.parametrize("shift", [0, 19])
 @float64()
-def test_equal_to_a_hand_written_loop(corpus, tmp_path):
+def test_equal_to_a_hand_written_loop(corpus, tmp_path, shift):
     """10 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule
-    and the reader. tests/model/test_optim.py has Muon."""
+    and the reader. tests/model/test_optim.py has Muon. The first epoch's windows are shifted by 19
+    tokens with data.shift_windows (tests/data/test_shifted_windows.py)."""
     run = tmp_path / "run"
-    config = training_config(corpus, tmp_path, {"checkpoint.every": 10})
+    changes = {"checkpoint.every": 10, "data.shift_windows": shift > 0}
+    config = training_config(corpus, tmp_path, changes)
     run_ranks(in_float64, 1, train, config)
     ours = rows(run)
 
     optim = config.optim.model_copy(update={"decay_steps": 10})
     stream = TokenStream(corpus, read_manifest(corpus), "train")
-    n_windows = (len(stream) - 1) // 32
+    n_windows = (len(stream) - 32 if shift else len(stream) - 1) // 32
     torch.manual_seed(config.seed)
     model = GPT(config.model, 512)
     decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -66,7 +69,8 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     for step in range(1, 11):
         loss_sum = 0.0
         windows = order.items_at(np.arange(12 * step - 12, 12 * step)).astype(np.int64)
-        for tokens in torch.from_numpy(stream.read(windows * 32, 33).astype(np.int64)).split(3):
+        starts = windows * 32 + shift
+        for tokens in torch.from_numpy(stream.read(starts, 33).astype(np.int64)).split(3):
             logits = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:]) / 4
             loss.backward()

@@ -200,8 +200,8 @@ def train_until_killed_in_a_save(config, step, killed, at_manifest):
             kill(folder)
         return files
 
-    def seal(files, folder):
-        write_manifest(files, folder)
+    def seal(files, folder, *format):
+        write_manifest(files, folder, *format)
         kill(folder)
 
     store.write_part = write
