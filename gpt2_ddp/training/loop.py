@@ -250,6 +250,7 @@ def train_step(trainer: Trainer) -> StepResult:
     skipped = trainer.guard.judge_gradient(grad_norm)
     bad = optimizer.step(settings, grad_norm, skipped)
     task.after_step(number)
+    trainer.average.update(number)
     run.progress.step = number
     if task.feed.skipped_end:  # no step ended that epoch
         trainer.guard.end_epoch()
