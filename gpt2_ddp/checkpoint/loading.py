@@ -81,7 +81,7 @@ def weights_defect(weights: Mapping[str, Tensor], model: nn.Module) -> str:
 
 
 def layout_defect(saved: Mapping[str, Layout], right: Mapping[str, Layout]) -> str:
-    """The first tensor whose layout is not the one in the model; empty if all are."""
+    """The first tensor whose layout is not the model's; empty if all fit."""
     for name in sorted({*saved, *right}):
         saved_layout = saved.get(name)
         right_layout = right.get(name)
@@ -161,9 +161,9 @@ def load_optimizer_state(
 
 
 def load_trained_weights(state: Mapping[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
-    """Loads the trained weights in OPTIMIZER into the parameters of all ranks; does nothing if it
-    has none, as the checkpoint's model are the trained weights. Collective. Raises: UserError for
-    other tensors than the parameters."""
+    """Loads the trained weights in OPTIMIZER into the parameters of all ranks. It has none where
+    MODEL has them; then the parameters stay. Collective. Raises: UserError for other tensors than
+    the parameters."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def check() -> bool:
