@@ -135,7 +135,7 @@ def test_of_all_steps_after_bad_ones_and_a_rollback(corpus, tmp_path):
 
 def test_exchanged_and_back_after_an_exception():
     """The values move, and the tensors stay. A name that shares a parameter has its average."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).double()
     model.shared = model[0]
     average = WeightAverage(model, 0.5, local)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_exchanged_and_back_after_an_exception():
     average.update(4)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     saved = {name: value.clone() for name, value in average.model_state(model).items()}
-    assert torch.allclose(saved["0.weight"], trained["0.weight"] - 0.75)
+    assert_close(saved["0.weight"], trained["0.weight"] - 0.75)
     assert torch.equal(saved["shared.weight"], saved["0.weight"])
     places = [parameter.data_ptr() for parameter in model.parameters()]
 
