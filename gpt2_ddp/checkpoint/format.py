@@ -2,7 +2,7 @@
 
     step-00000100/
         model.safetensors       plain module names, fp32
-        optimizer.safetensors
+        optimizer.safetensors   optimizer state; the trained weights, if the model is their average
         state.json
         config.yaml
         tokenizer.json          if there is one
@@ -43,6 +43,9 @@ MANIFEST = "manifest.json"
 FOLDER = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+TRAINED = "trained_weights"
+"""Kind of the tensors `<kind>.<parameter name>` of OPTIMIZER that are no optimizer state: the
+trained weights, in a checkpoint whose MODEL has their average."""
 DTYPES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -86,7 +89,8 @@ class Snapshot:
     state: State
     config: str  # the run's configuration as YAML
     model: dict[str, Tensor]  # parameters and buffers by their plain names
-    optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
+    # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`; one kind is TRAINED
+    optimizer: dict[str, Tensor]
     # more content by name, such as a tokenizer
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     part: Part = field(default_factory=Part)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.format import OPTIMIZER, Checkpoint, Tensors
+from gpt2_ddp.checkpoint.format import OPTIMIZER, TRAINED, Checkpoint, Tensors
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
@@ -77,8 +77,11 @@ def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: objec
 
 def weights_defect(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     """The first tensor whose shape or dtype is not that of the plain module; empty if all fit."""
-    saved = layout_of(weights)
-    right = layout_of(model.state_dict())
+    return layout_defect(layout_of(weights), layout_of(model.state_dict()))
+
+
+def layout_defect(saved: Mapping[str, Layout], right: Mapping[str, Layout]) -> str:
+    """The first tensor whose layout is not the model's; empty if all fit."""
     for name in sorted({*saved, *right}):
         saved_layout = saved.get(name)
         right_layout = right.get(name)
@@ -93,6 +96,21 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
     if isinstance(tensors, Tensors):
         return {name: (shape, tensors.dtypes[name]) for name, shape in tensors.shapes.items()}
     return {name: ([*tensor.shape], tensor.dtype) for name, tensor in tensors.items()}
+
+
+def split_state(
+    layouts: Mapping[str, Layout],
+) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """The layouts in OPTIMIZER: of the optimizer state, by `<kind>.<parameter name>`; and of the
+    trained weights, by parameter name."""
+    prefix = f"{TRAINED}."
+    trained = {
+        name.removeprefix(prefix): layout
+        for name, layout in layouts.items()
+        if name.startswith(prefix)
+    }
+    state = {name: layout for name, layout in layouts.items() if not name.startswith(prefix)}
+    return state, trained
 
 
 def _as_text(layout: Layout | None) -> str:
@@ -112,13 +130,13 @@ def _name_of(dtype: torch.dtype) -> str:
 def load_optimizer_state(
     state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill
 ) -> None:
-    """Loads optimizer state, `Tensors` or none, on all ranks; the main process decides what there
-    is. Collective; reuses the tensors that are there. Raises: UserError for state that the
-    optimizer cannot have written."""
+    """Loads the optimizer state in OPTIMIZER, `Tensors` or none, on all ranks; the main process
+    decides what there is. Collective; reuses the tensors that are there. Raises: UserError for
+    state that the optimizer cannot have written."""
     parameters = dict(model.named_parameters())
 
     def check() -> list[tuple[str, list[int], torch.dtype]]:
-        layouts = layout_of(state)
+        layouts, _ = split_state(layout_of(state))
         shapes = {name: [*parameter.shape] for name, parameter in parameters.items()}
         state_of = state_names(optimizer)
         names = {name: state_of[p] for name, p in parameters.items() if p in state_of}
@@ -140,6 +158,23 @@ def load_optimizer_state(
             value = torch.empty_like(like, dtype=dtype)
         optimizer.state[parameter][kind] = loaded[key] = value.detach()
     fill(loaded, state)
+
+
+def load_trained_weights(state: Mapping[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
+    """Loads the trained weights in OPTIMIZER into the parameters of all ranks. It has none where
+    MODEL has them; then the parameters stay. Collective. Raises: UserError for other tensors than
+    the parameters."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def check() -> bool:
+        _, trained = split_state(layout_of(state))
+        if trained and (defect := layout_defect(trained, layout_of(parameters))):
+            hint = "restore the file, or resume from another checkpoint"
+            raise UserError("checkpoint", OPTIMIZER, f"{TRAINED}.{defect}; {hint}")
+        return bool(trained)
+
+    if on_main(check):
+        fill({f"{TRAINED}.{name}": weight for name, weight in parameters.items()}, state)
 
 
 def optimizer_defect(

@@ -134,6 +134,12 @@ class RunConfig(Command):
         return None
 
     @property
+    def average(self) -> float:
+        """`optim.average`: mean age of the averaged weights, as a fraction of the steps so far; 0:
+        none."""
+        return 0.0
+
+    @property
     def parallel(self) -> Literal["ddp", "fsdp"]:
         """`launch.parallel`: how processes share the model."""
         return "ddp"

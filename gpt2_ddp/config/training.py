@@ -202,6 +202,10 @@ class OptimConfig(ClipConfig):
     """AdamW: decay rates of the first and second moment"""
     grad_clip: NonNegativeFloat = 1.0
     """limit of the global gradient norm; 0: no clipping"""
+    average: Fraction = 0.0
+    """average the weights over the steps, and evaluate, sample, keep and export the average
+    (docs/optimizers.md); the mean age of what is averaged, as a fraction of the steps so far, such
+    as 0.05; 0: no average"""
 
     @property
     def decay_begins(self) -> float:
@@ -407,6 +411,10 @@ class TrainingConfig(RunConfig):
     @property
     def patience(self) -> int | None:
         return self.eval.patience
+
+    @property
+    def average(self) -> float:
+        return self.optim.average
 
     @property
     def parallel(self) -> Literal["ddp", "fsdp"]:

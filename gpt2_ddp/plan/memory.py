@@ -53,6 +53,16 @@ class Setting:
         """Bytes of a number that matrix products read or write."""
         return 4 if self.precision == "no" else 2
 
+    @property
+    def average(self) -> int:
+        """Numbers in the average of the weights (`optim.average`)."""
+        return self.parameters if self.config.optim.average else 0
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint's tensors."""
+        return 4 * (self.parameters + self.average + self.state)
+
 
 def setting_of(
     config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str
@@ -89,8 +99,10 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     is_sharded = config.launch.parallel == "fsdp"
     shards = setting.processes // config.launch.replicas if is_sharded else 1
     lasting = {"weights": weights / shards, "optimizer state": state / shards}
+    if setting.average:
+        lasting["average of weights"] = 4.0 * setting.average / shards
     if setting.background and setting.kind == "cpu":
-        lasting["checkpoint's copy"] = (weights + state) / shards
+        lasting["checkpoint's copy"] = setting.checkpoint_bytes / shards
     gradients = {"gradients": weights}
     # with DDP, gradients are views of its buckets, which stay; otherwise they are None between the
     # steps
@@ -200,5 +212,5 @@ def estimate(setting: Setting) -> Memory:
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     host = 0.0
     if setting.background and setting.kind != "cpu":
-        host = 4.0 * (setting.parameters + setting.state)
+        host = float(setting.checkpoint_bytes)
     return Memory(moment, parts={"program": setting.base} | moments[moment], host=host)

@@ -456,7 +456,7 @@ def build_plan(
     with torch.device("meta"), without_init():
         model = (seen.task or Pretraining(config)).make_model(corpus.vocab_size)
     setting = setting_of(config, model, machine.kind, machine.processes, precision)
-    checkpoint = 4 * (setting.parameters + setting.state)
+    checkpoint = setting.checkpoint_bytes
     # elsewhere, machines with GPUs have cores and memory
     background = config.checkpoint.background is not False
     if machine.is_here:

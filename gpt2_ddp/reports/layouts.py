@@ -7,8 +7,22 @@ from collections.abc import Mapping, Set
 import torch
 from torch import nn
 
-from gpt2_ddp.checkpoint.format import CONFIG, MODEL, OPTIMIZER, STATE, Checkpoint, Tensors
-from gpt2_ddp.checkpoint.loading import layout_of, optimizer_defect, weights_defect
+from gpt2_ddp.checkpoint.format import (
+    CONFIG,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    TRAINED,
+    Checkpoint,
+    Tensors,
+)
+from gpt2_ddp.checkpoint.loading import (
+    layout_defect,
+    layout_of,
+    optimizer_defect,
+    split_state,
+    weights_defect,
+)
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import read_config
@@ -37,7 +51,10 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
         return []
     if defect := weights_defect(weights, model):
         return [f"{place}/{MODEL}: {defect}"]
-    layouts = layout_of(checkpoint.tensors(OPTIMIZER))
+    layouts, trained = split_state(layout_of(checkpoint.tensors(OPTIMIZER)))
+    averaged = dict(model.named_parameters()) if config.average else {}
+    if defect := layout_defect(trained, layout_of(averaged)):
+        return [f"{place}/{OPTIMIZER}: {TRAINED}.{defect}"]
     names = _state_names(config, model, kind)
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
     defect = optimizer_defect(layouts, shapes, names)

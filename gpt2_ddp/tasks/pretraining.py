@@ -309,7 +309,8 @@ class Pretraining(Task[TrainingConfig]):
         is_cpu = self.accelerator.device.type == "cpu"
         trains_here = is_cpu and self.config.launch.parallel != "fsdp"
         processes = processes_here() if trains_here else 0
-        check_memory(self.config.model, self.manifest.vocab_size, processes)
+        average = self.config.optim.average
+        check_memory(self.config.model, self.manifest.vocab_size, processes, average)
 
     def _load_initial_weights(self) -> None:
         self.initial = load_initial_weights(self.config, self.model, self.tokenizer)
@@ -429,9 +430,12 @@ def make_pretraining(
     return Pretraining(config, accelerator, saved)
 
 
-def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> None:
+def check_memory(
+    model: ModelConfig, vocab_size: int, processes: int = 0, average: float = 0.0
+) -> None:
     """Raises: UserError if this machine has less free memory than the weights take or, with
-    training `processes` in it, their weights, gradients and one value of the optimizer for each."""
+    training `processes` in it, their weights, gradients and one value of the optimizer for each,
+    and their average (`optim.average`)."""
     count = count_parameters(model, vocab_size)
     free = free_memory()
     size = 4 * count
@@ -439,6 +443,9 @@ def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> Non
     if processes:
         size = 12 * count * processes
         what = "weights, gradients and optimizer take at least"
+        if average:
+            size += 4 * count * processes
+            what = "weights, their average, gradients and optimizer take at least"
     if size > free:
         memory = f"{free / 1e9:,.1f} GB of this machine's memory are free"
         advice = "choose smaller values of the section model"

@@ -188,12 +188,13 @@ def _evaluate_log_sample(training: Training) -> None:
 
 
 def find_ruin(trainer: Trainer) -> str:
-    """Why the weights are useless: they or the validation loss are not finite, or no step changed
-    anything; empty if they are not. Collective: the replicas are compared before, so that all ranks
-    find the same."""
+    """Why the weights are useless: they, their average or the validation loss are not finite, or no
+    step changed anything; empty if they are not. Collective: the replicas are compared before, so
+    that all ranks find the same."""
     run = trainer.run
     trainer.check_replicas()
-    local_parts = map(run.strategy.local, trainer.parameters)
+    tensors = *trainer.parameters, *trainer.average.values.values()
+    local_parts = map(run.strategy.local, tensors)
     is_finite = torch.stack([part.isfinite().all() for part in local_parts])
     wrong_parts = sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
     trainer.guard.flush()
@@ -251,6 +252,7 @@ def train_step(trainer: Trainer) -> StepResult:
     skipped = trainer.guard.judge_gradient(grad_norm)
     bad = optimizer.step(settings, grad_norm, skipped)
     task.after_step(number)
+    trainer.average.update(number)
     run.progress.step = number
     if task.feed.skipped_end:  # no step ended that epoch
         trainer.guard.end_epoch()

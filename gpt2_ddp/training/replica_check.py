@@ -1,5 +1,5 @@
-"""The replica check: compares weights and optimizer state of data-parallel ranks, which must be
-equal bit for bit.
+"""The replica check: compares weights, their average and optimizer state of data-parallel ranks,
+which must be equal bit for bit.
 
 A memory error on one rank changes only its replica. Without a check training continues, and the
 gradients of all ranks are slightly wrong. The check compares a hash of each tensor (`sum_of`),
@@ -14,7 +14,7 @@ cleared in another.
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import cast
 
@@ -34,35 +34,35 @@ SHOWN = 3
 
 
 class ReplicaMismatch(Exception):
-    """Ranks differ in weights or optimizer state. The message names rank, host and tensor."""
+    """Ranks differ in weights, average or optimizer state. The message names rank, host and
+    tensor."""
+
+
+def replicated_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters and optimizer state by name, of plain model and optimizer. Buffers, such as
+    BatchNorm's statistics, may differ between ranks and are left out."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():  # tied parameters once
+        state = optimizer.state.get(parameter, {})
+        tensors[name] = parameter
+        tensors |= {
+            f"{kind}.{name}": value for kind, value in state.items() if isinstance(value, Tensor)
+        }
+    return tensors
 
 
 @torch.no_grad()
 def check_replicas(
     accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
     step: int,
-    local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Compares all ranks' parameters and optimizer state. Collective; waits for the device.
-    Buffers, such as BatchNorm's statistics, may differ between ranks and are left out. Of sharded
-    tensors, compares the `local` parts of the ranks in each `group`: those with the same rank
-    modulo the number of parts.
+    """Compares all ranks' tensors. Collective; waits for the device. Of sharded tensors, compares
+    the parts of the ranks in each `group`: those with the same rank modulo the number of parts.
 
-    Model and optimizer are plain. Raises: ReplicaMismatch, on every rank, if a tensor differs at
-    this step.
+    Raises: ReplicaMismatch, on every rank, if a tensor differs at this step.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():  # tied parameters once
-        state = optimizer.state.get(parameter, {})
-        tensors[name] = local(parameter)
-        tensors |= {
-            f"{kind}.{name}": local(value)
-            for kind, value in state.items()
-            if isinstance(value, Tensor)
-        }
     sums = torch.stack([sum_of(tensor).to(accelerator.device) for tensor in tensors.values()])
     extremes = torch.stack([sums, ~sums])  # largest x, and ~ of the smallest, in one all-reduce
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)

@@ -31,7 +31,11 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Snapshot, optimizer_state
-from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
+from gpt2_ddp.checkpoint.loading import (
+    load_model_state,
+    load_optimizer_state,
+    load_trained_weights,
+)
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobOptimConfig
@@ -52,12 +56,13 @@ from gpt2_ddp.records.rows import Outcome
 from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.remote.mirror_process import open_mirror
 from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
+from gpt2_ddp.training.average import WeightAverage
 from gpt2_ddp.training.branch import advise_branch, branch_off, find_parent
 from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.initial_weights import settle_model
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
-from gpt2_ddp.training.replica_check import check_replicas
+from gpt2_ddp.training.replica_check import check_replicas, replicated_tensors
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task, check_numbers
 from gpt2_ddp.training.throughput import (
@@ -329,6 +334,7 @@ class Trainer:
 
     Attributes:
         model: prepared by Accelerate. `run.task.model` is the plain model.
+        average: of the weights; evaluations, samples and checkpoints have it as the model.
         setup: devices, software and size of the data.
         has_core: whether training leaves a core idle, for background saves.
     """
@@ -337,6 +343,7 @@ class Trainer:
     model: nn.Module
     parameters: list[nn.Parameter]
     optimizer: GuardedOptimizer
+    average: WeightAverage
     guard: Guard
     setup: Setup
     has_core: bool
@@ -367,8 +374,9 @@ class Trainer:
     def snapshot(self) -> Snapshot:
         """This rank's part of a checkpoint, of the run's own tensors. Collective."""
         run = self.run
-        weights = run.task.model.state_dict()
+        weights = self.average.model_state(run.task.model)
         moments = optimizer_state(run.task.model, self.optimizer.plain)
+        moments |= self.average.trained_weights()
         return Snapshot(
             state=self.state(),
             config=dump(run.config),
@@ -388,6 +396,8 @@ class Trainer:
         self.guard.flush()
         weights, moments = on_every_rank(partial(_open_tensors, start, strategy.part.is_own))
         load_model_state(weights, model, strategy.fill)
+        self.average.restart()  # the checkpoint's model is the average, if it has one
+        load_trained_weights(moments, model, strategy.fill)
         load_optimizer_state(moments, model, self.optimizer.plain, strategy.fill)
         run.progress.load_state_dict(state.progress)
         run.task.feed.seek(state.feed)
@@ -400,27 +410,24 @@ class Trainer:
         self.guard.losses.load_state_dict(state.losses)
         run.task.load_state_dict(state.task)
 
+    @torch.no_grad()
     def check_replicas(self) -> None:
-        """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch,
-        on every rank."""
+        """Compares weights, average and optimizer state of all ranks. Collective. Raises:
+        ReplicaMismatch, on every rank."""
         run = self.run
         strategy = run.strategy
         if run.accelerator.num_processes > strategy.part.count:
-            check_replicas(
-                run.accelerator,
-                run.task.model,
-                self.optimizer.plain,
-                run.step,
-                strategy.local,
-                strategy.replicas,
-            )
+            tensors = replicated_tensors(run.task.model, self.optimizer.plain)
+            tensors |= {f"average.{name}": value for name, value in self.average.values.items()}
+            held = {name: strategy.local(tensor) for name, tensor in tensors.items()}
+            check_replicas(run.accelerator, held, run.step, strategy.replicas)
 
     def evaluate(self, poll: Poll) -> Scores:
-        """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll`
-        does."""
+        """The task's scores of the current weights, or of their average. Collective. Raises:
+        Interrupted, as `poll` does."""
         run = self.run
         run.watchdog.heartbeat("evaluate")
-        with run.strategy.evaluating(self.model) as model:
+        with self.average.in_use(), run.strategy.evaluating(self.model) as model:
             model.eval()
             try:
                 with torch.no_grad():
@@ -472,6 +479,7 @@ def build(run: OpenRun, wrap: Callable[[nn.Module], nn.Module] = lambda model: m
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
+        average=WeightAverage(task.model, run.config.average, run.strategy.local),
         guard=Guard(run.config.guard, run.progress.first_step, device),
         setup=Setup(
             epoch_size=epoch_size,
@@ -571,7 +579,8 @@ class Training:
         run = self.run
         run.watchdog.heartbeat("sample")
         sample = partial(run.task.sample, self.stop.poll)
-        return run.strategy.sample(run.task.model, self.stop, self.metrics, sample)
+        with self.trainer.average.in_use():
+            return run.strategy.sample(run.task.model, self.stop, self.metrics, sample)
 
 
 @contextmanager

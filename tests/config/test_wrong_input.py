@@ -308,6 +308,16 @@ def test_a_training_whose_optimizer_does_not_fit(monkeypatch):
         vocab_size,
         2,
     )
+    monkeypatch.setattr(pretraining, "free_memory", lambda: 4 * size - 1)
+    pretraining.check_memory(model, vocab_size, 1)
+    expect_error(
+        "weights, their average, gradients and optimizer take at least",
+        pretraining.check_memory,
+        model,
+        vocab_size,
+        1,
+        0.05,
+    )
 
 
 TOO_LITTLE = {

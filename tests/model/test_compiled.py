@@ -61,7 +61,7 @@ NANOCHAT = {
     "train.activation_checkpointing": True,
 }
 CASES = [
-    (1, "model", TASKS | {"model.n_layer": 1}),
+    (1, "model", TASKS | {"model.n_layer": 1, "optim.average": 0.3}),
     pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=SLOW),
     pytest.param(1, "model", LLAMA | TASKS, marks=SLOW),
     pytest.param(2, "blocks", NANOCHAT, marks=SLOW),
@@ -70,7 +70,8 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "how", "more"), CASES)
 def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, world, how, more):
-    """Evaluations have another batch size than training, and come first in a fresh run."""
+    """Evaluations have another batch size than training, and come first in a fresh run. They may be
+    of the average of the weights, in the place of these."""
     changes = {"train.compile": how, "eval.every": 2, "checkpoint.every": 2} | more
     if "eval.tasks" in more:
         changes["eval.tasks"] = [items_file(tmp_path)]
@@ -87,5 +88,5 @@ def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, wo
 
 
 def test_going_back_compiles_nothing_anew(tiny_config, tmp_path):
-    config = tiny_config({"train.compile": "model", "model.n_layer": 1})
+    config = tiny_config({"train.compile": "model", "model.n_layer": 1, "optim.average": 0.3})
     assert run_ranks(graphs_of_a_training, 1, config, True) == [[(True, False)]]

@@ -270,6 +270,23 @@ def test_memory_of_shards(launch, changes, part, size, background):
     assert_close(lasting, (1 + background) * 12 * WEIGHTS / (8 // config.launch.replicas))
 
 
+def test_an_average_is_one_more_value_for_each_weight():
+    """In memory, in a checkpoint and in its copy."""
+    for launch, processes in (({}, 1), ({"parallel": "fsdp"}, 8)):
+        sections = {"train": {"steps": 1}, "launch": launch}
+        plain, averaged = (
+            setting(config=TrainingConfig.model_validate(sections | {"optim": optim}), kind="cpu")
+            for optim in ({}, {"average": 0.05})
+        )
+        before, after = (
+            estimate(replace(one, processes=processes, background=True))
+            for one in (plain, averaged)
+        )
+        assert averaged.checkpoint_bytes - plain.checkpoint_bytes == 4 * WEIGHTS
+        assert after.parts["average of weights"] == 4 * WEIGHTS / processes
+        assert after.peak - before.peak == 8 * WEIGHTS / processes
+
+
 def plan_config(**changes):
     return PlanConfig.model_validate({"train": {"steps": 100}, **changes})
 

@@ -4,6 +4,7 @@ for every way of splitting its steps over processes."""
 import math
 import os
 import shutil
+from copy import deepcopy
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -23,6 +24,7 @@ from runs import (
     saved_steps,
     state_of,
     status,
+    tensors_of,
     train,
     training_config,
     weights,
@@ -47,10 +49,12 @@ def losses(run):
 @float64()
 def test_equal_to_a_hand_written_loop(corpus, tmp_path, shift):
     """10 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule
-    and the reader. tests/model/test_optim.py has Muon. The first epoch's windows are shifted by 19
-    tokens with data.shift_windows (tests/data/test_shifted_windows.py)."""
+    and the reader. tests/model/test_optim.py has Muon. So are the average of the weights and its
+    validation loss. The first epoch's windows are shifted by 19 tokens with data.shift_windows
+    (tests/data/test_shifted_windows.py)."""
     run = tmp_path / "run"
-    changes = {"checkpoint.every": 10, "data.shift_windows": shift > 0}
+    changes = {"checkpoint.every": 10, "optim.average": 0.3, "eval.every": 5, "eval.tokens": None}
+    changes["data.shift_windows"] = shift > 0
     config = training_config(corpus, tmp_path, changes)
     run_ranks(in_float64, 1, train, config)
     ours = rows(run)
@@ -60,6 +64,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path, shift):
     n_windows = (len(stream) - 32 if shift else len(stream) - 1) // 32
     torch.manual_seed(config.seed)
     model = GPT(config.model, 512)
+    average = deepcopy(model)
     decay = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
@@ -80,10 +85,32 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path, shift):
             group.update(lr=lr_at(step, optim), betas=(0.9, 0.95))
         optimizer.step()
         model.zero_grad()
+        with torch.no_grad():
+            for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+                mean += min(1.0, (1 / 0.3 - 1) / step) * (weight - mean)
+        if step % 5 == 0:
+            assert_close(ours[step]["val_loss"], validation_loss(average, corpus), says=step)
         assert_close(
             (ours[step]["loss"], ours[step]["grad_norm"]), (loss_sum, norm.item()), says=step
         )
     assert losses(run)[-1] < losses(run)[0] - 0.2
+    kept = tensors_of(checkpoint_at(run, 10), "optimizer")
+    trained = {name: kept[f"trained_weights.{name}"] for name, _ in model.named_parameters()}
+    for found, right in ((weights(run), average), (trained, model)):
+        assert_close(found, right.state_dict())
+
+
+@torch.no_grad()
+def validation_loss(model, corpus):
+    """Mean loss over all targets of the validation split, in nats."""
+    stream = TokenStream(corpus, read_manifest(corpus), "val")
+    tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype(np.int64))
+    nll = 0.0
+    for begin in range(0, len(tokens) - 1, 32):
+        window = tokens[begin : begin + 33]
+        logits = model(window[None, :-1])[0]
+        nll += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+    return nll / (len(tokens) - 1)
 
 
 class CountSyncs(TorchDispatchMode):

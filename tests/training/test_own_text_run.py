@@ -28,14 +28,15 @@ def config_of(corpus, tmp_path, monkeypatch):
 
 def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, capsys):
     run = tmp_path / "book"
-    train(config_of(**{"train.steps": "6", "checkpoint.every": "3"}))
+    ends = {"optim.decay_steps": "9", "checkpoint.every": "3"}
+    train(config_of(**{"train.steps": "6"}, **ends))
     said = capsys.readouterr()
     assert "active parameters (" in said.out + said.err
     recorded = yaml.safe_load((run / "config.yaml").read_text())
     assert recorded["own_text"] is False
     assert recorded["model"]["architecture"] == "qwen3"
     assert recorded["model"]["block_size"] == 16
-    train(config_of(**{"train.steps": "9"}))  # the machine is faster now
+    train(config_of(**{"train.steps": "9"}, **ends))  # the machine is faster now
     again = yaml.safe_load((run / "config.yaml").read_text())
     assert again["model"] == recorded["model"]
     assert again["optim"]["lr"] == recorded["optim"]["lr"]

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from runs import built, saved_steps, status, train
 
 from gpt2_ddp.checkpoint.format import optimizer_state
-from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, check_replicas, sum_of
+from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, sum_of
 
 
 def flip_bit(tensor, byte, bit):
@@ -39,7 +39,15 @@ def flip_and_tell(config, flips):
             train_step(trainer)
         tensors = dict(run.task.model.named_parameters())
         tensors |= optimizer_state(run.task.model, optimizer)
-        check = partial(check_replicas, run.accelerator, run.task.model, optimizer)
+        tensors |= {f"average.{name}": value for name, value in trainer.average.values.items()}
+
+        def check(step):
+            run.progress.step, taken = step, run.step
+            try:
+                trainer.check_replicas()
+            finally:
+                run.progress.step = taken
+
         messages = [message_of(check, 0)]
         here = run.accelerator.process_index
         for step, (rank, name, *place) in enumerate(flips, 1):
@@ -57,7 +65,7 @@ def flip_and_tell(config, flips):
 
 
 def test_of_three_ranks_the_one_is_named(tiny_config, tmp_path):
-    """In a GPT: large tensors and tiny ones, weights, moments and step
+    """In a GPT: large tensors and tiny ones, weights, averages, moments and step
     counts, the first bits and the last. Steps after a flip do not
     spread it to other tensors; and a buffer is nobody's business."""
     names = [
@@ -66,6 +74,7 @@ def test_of_three_ranks_the_one_is_named(tiny_config, tmp_path):
         "ln_f.bias",
         "exp_avg.wte.weight",
         "exp_avg_sq.ln_f.bias",
+        "average.h.0.mlp.c_fc.weight",
     ]
     flips = [
         (i % 3, name, *place)
@@ -73,10 +82,11 @@ def test_of_three_ranks_the_one_is_named(tiny_config, tmp_path):
         for place in ((0, 0), (-1, 7), (77, 3))
     ]
     flips.append((1, "step.ln_f.weight", 2, 0))
-    told = run_ranks(flip_and_tell, 3, tiny_config(), flips)
+    told = run_ranks(flip_and_tell, 3, tiny_config({"optim.average": 0.3}), flips)
     assert told[0] == told[1] == told[2]
     clean, *messages, again, later = told[0]
-    assert re.match(r"rank 1 \(host .*\): h.1.mlp.c_fc.weight differs from .* at step 5;", later)
+    spoiled = "h.1.mlp.c_fc.weight, average.h.1.mlp.c_fc.weight differ"
+    assert re.match(rf"rank 1 \(host .*\): {spoiled} from .* at step 5;", later)
     assert clean == again == ""
     for step, ((rank, name, *_), message) in enumerate(zip(flips, messages, strict=True), 1):
         assert message.startswith(

@@ -76,7 +76,7 @@ not finite: the run goes back from there to step 4."""
 def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
     """A run with all that a state depends on: dropout or augmentation, last
     steps with fewer items, statistics of BatchNorm, sums over steps, epochs
-    and evaluations; of a GPT also two sources and masked documents."""
+    and evaluations; of a GPT also an average, two sources and masked documents."""
     output = folder / name
     if kind == "letters":
         return LettersConfig(
@@ -94,6 +94,7 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
         return job_config(kind, output, changes)
     changes |= {
         "launch.parallel": parallel,
+        "optim.average": 0.3,
         "model.architecture": {"adamw": "gpt2", "muon": "nanochat"}[optimizer],
         "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
         "model.n_layer": 1,

@@ -77,8 +77,8 @@ def there_and_back(config):
 @pytest.mark.parametrize("kind", ["muon", "mlp"])
 def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
     """The same four steps have the same bits, on every
-    rank: weights, moments, order, sums over the epoch."""
-    changes = {"model.dropout": 0.1, "optim.name": "muon"}
+    rank: weights, average, moments, order, sums over the epoch."""
+    changes = {"model.dropout": 0.1, "optim.name": "muon", "optim.average": 0.3}
     if kind == "muon":
         config = training_config(corpus, tmp_path, changes)
     else:

@@ -165,7 +165,7 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     }
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
     monkeypatch.setattr(gpt, "loss_chunk", lambda x: 16)
-    more |= {"tracking.sample_every": 2, "optim.decay_steps": 10}
+    more |= {"tracking.sample_every": 2, "optim.decay_steps": 10, "optim.average": 0.3}
     more |= {"model.block_size": 16, "train.global_batch_tokens": 192}
     train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 10}))
     for number, (processes, way, replicas) in enumerate(
