@@ -37,6 +37,7 @@ from gpt2_ddp.checkpoint.loading import (
     load_trained_weights,
 )
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import RunConfig
@@ -261,12 +262,13 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
 def as_recorded(config: ConfigT, store: CheckpointStore) -> ConfigT:
     """The configuration of a run of one's own text that goes on, or of a branch of another run: it
     has what that one recorded in the fields that the rule would choose. Raises: UserError, as
-    `find_parent`."""
+    `find_checkpoint`."""
     if not isinstance(config, TrainingConfig) or not config.own_text:
         return config
     checkpoint = store.newest(weights=False)
-    if not checkpoint and config.train.branch_from:
-        checkpoint = find_parent(config)
+    parent = config.train.branch_from
+    if not checkpoint and parent:
+        checkpoint = find_checkpoint(Path(parent), "train.branch_from", weights=False)
     return with_recorded(config, checkpoint.config) if checkpoint else config
 
 

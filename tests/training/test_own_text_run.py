@@ -21,7 +21,10 @@ def config_of(corpus, tmp_path, monkeypatch):
     def make(**flags):
         given = {"data.path": str(corpus), "output_dir": str(tmp_path), "run_name": "book"}
         small = {"model.block_size": "16", "train.global_batch_tokens": "64"}
-        return resolve(TrainingConfig, [], given | small | flags, training_default)
+        # other tests of this process are in fp32
+        precision = {"train.mixed_precision": "no"}
+        flags = given | small | precision | flags
+        return resolve(TrainingConfig, [], flags, training_default)
 
     return make
 
