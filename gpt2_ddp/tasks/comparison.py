@@ -1,8 +1,8 @@
 """How good a run's bits per byte are: those of compressors on the same validation text.
 
-    print_comparison ── compressors.json of the run? ── no ──▶ python -m gpt2_ddp.tasks.comparison
-          │                                                      the data folder's cache, or compress
-          ◀───────────────── compressors.json ◀──────────────────┘
+    print_comparison ── compressors.json of the run? ── no ─▶ python -m gpt2_ddp.tasks.comparison
+          │                                                    the data's cache, or compress
+          ◀────────────────── compressors.json ◀───────────────┘
 
 The compressors run in a process of low priority, after the last checkpoint of a completed run. So
 they slow no training, and their memory and their crashes are not the trainer's.
