@@ -8,16 +8,15 @@ trainers and compressors make of a text.
 docs/benchmarks.md explains each benchmark and has the newest tables.
 """
 
+import runpy
 import sys
 
 from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m benchmarks"
     if sys.argv[1:2] == ["own_text"]:
-        from benchmarks.own_text import OwnTextConfig
-
-        sys.argv[0:2] = ["python -m benchmarks own_text"]
-        run_command(OwnTextConfig, "benchmarks.own_text:compare_trainers")
+        del sys.argv[1]
+        runpy.run_module("benchmarks.own_text", run_name="__main__")
+    sys.argv[0] = "python -m benchmarks"
     run_command(BenchmarkConfig, "benchmarks.harness:run_benchmarks")

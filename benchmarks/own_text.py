@@ -32,6 +32,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.evaluation.compressors import bits_per_byte, compressors, split_text
 from gpt2_ddp.output import make_output_folder, markdown_table, write_json
 from gpt2_ddp.project import PROJECT
+from gpt2_ddp.script import run_command
 
 ORDERS = (6, 16)
 """Of PPMd: its default, and the best for prose."""
@@ -244,7 +245,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    with process, log.open("w") as file:
+    with process, log.open("w", buffering=1) as file:
         try:
             assert process.stdout
             for text in process.stdout:
@@ -452,3 +453,8 @@ def score_peer(
 def bits_of(found: Mapping[str, float]) -> dict[str, float]:
     """The fields of a score by a peer's scores."""
     return {name: found[name] for name in ("bits_per_byte", "with_context")}
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "python -m benchmarks own_text"
+    run_command(OwnTextConfig, "benchmarks.own_text:compare_trainers")
