@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -114,6 +114,14 @@ class Score(NamedTuple):
         return [self.trainer, *counts, seconds, *bits, self.note]
 
 
+class PeerScore(NamedTuple):
+    """What peer_scores.py prints; fields as of `Score`."""
+
+    parameters: int
+    bits_per_byte: float
+    with_context: float
+
+
 class Parts(NamedTuple):
     """A text, cut in two."""
 
@@ -183,29 +191,28 @@ def score_text(config: OwnTextConfig, text: str, folder: Path) -> tuple[Parts, l
     """The parts of a text, and all scores. Raises: UserError if the text cannot be prepared."""
     parts = prepare(text, folder)
     seconds = 60 * config.minutes
-    peers: dict[str, tuple[str | None, Callable[[Path], Score]]] = {
-        "nanoGPT": (
-            config.nanogpt,
-            lambda checkout: nanogpt(checkout, parts, folder / "nanogpt", seconds),
-        ),
-        "nanochat": (
-            config.nanochat,
-            lambda checkout: nanochat(
-                checkout,
-                config.nanochat_python or sys.executable,
-                parts,
-                folder / "nanochat",
-                seconds,
-            ),
-        ),
-    }
-    scores = [attempt("ours", lambda: ours(folder, config.minutes))]
-    for name, (checkout, train) in peers.items():
-        if checkout is None:
-            scores.append(Score(name, note="not given"))
-        else:
-            scores.append(attempt(name, lambda: train(Path(checkout).resolve())))  # noqa: B023  called now
+    python = config.nanochat_python or sys.executable
+
+    def train_nanogpt(checkout: Path) -> Score:
+        return nanogpt(checkout, parts, folder / "nanogpt", seconds)
+
+    def train_nanochat(checkout: Path) -> Score:
+        return nanochat(checkout, python, parts, folder / "nanochat", seconds)
+
+    scores = [
+        attempt("ours", lambda: ours(folder, config.minutes)),
+        attempt_peer("nanoGPT", config.nanogpt, train_nanogpt),
+        attempt_peer("nanochat", config.nanochat, train_nanochat),
+    ]
     return parts, [*scores, *compressed(parts)]
+
+
+def attempt_peer(trainer: str, checkout: str | None, train: Callable[[Path], Score]) -> Score:
+    """The score of a trainer by its checkout, or a line with the reason why there is none."""
+    if checkout is None:
+        return Score(trainer, note="not given")
+    folder = Path(checkout).resolve()
+    return attempt(trainer, lambda: train(folder))
 
 
 def attempt(trainer: str, train: Callable[[], Score]) -> Score:
@@ -228,7 +235,7 @@ def compressed(parts: Parts) -> Iterator[Score]:
 
 
 def run(
-    command: list[str], log: Path, folder: Path = PROJECT, more: Mapping[str, str] | None = None
+    command: list[str], log: Path, folder: Path = PROJECT, more: dict[str, str] | None = None
 ) -> list[Line]:
     """Runs a command in a folder, with more environment variables. Returns its lines, which the log
     has, too. Raises: Failed."""
@@ -361,7 +368,7 @@ def nanogpt(checkout: Path, parts: Parts, folder: Path, seconds: float) -> Score
     times = train(steps, every, "train")
     found = score_peer(sys.executable, "nanogpt", checkout, folder, parts)
     tokens = steps * 12 * 64
-    return Score("nanoGPT", found["parameters"], steps, tokens, sum(times), **bits_of(found))
+    return Score("nanoGPT", found.parameters, steps, tokens, sum(times), *found[1:])
 
 
 def write_characters(parts: Parts, folder: Path) -> None:
@@ -404,7 +411,7 @@ def nanochat(checkout: Path, python: str, parts: Parts, folder: Path, seconds: f
     times = train(steps, "train")
     found = score_peer(python, "nanochat", checkout, folder, parts, more)
     spent = sum(times) * steps / len(times)
-    return Score("nanochat", found["parameters"], steps, steps * 4096, spent, **bits_of(found))
+    return Score("nanochat", found.parameters, steps, steps * 4096, spent, *found[1:])
 
 
 def write_documents(parts: Parts, folder: Path) -> None:
@@ -439,20 +446,14 @@ def score_peer(
     checkout: Path,
     folder: Path,
     parts: Parts,
-    more: Mapping[str, str] | None = None,
-) -> dict[str, float]:
-    """Parameters, and nats with and without context, of a peer's checkpoint in its folder, divided
-    by bytes. Raises: Failed."""
+    more: dict[str, str] | None = None,
+) -> PeerScore:
+    """The scores of a peer's checkpoint in its folder. Raises: Failed."""
     text = folder / "validation.txt"
     text.write_bytes(parts.validation)
     script = str(Path(__file__).with_name("peer_scores.py"))
     command = [python, script, peer, str(checkout), str(folder.absolute()), str(text.absolute())]
-    return json.loads(run(command, folder / "score.log", checkout, more)[-1].text)
-
-
-def bits_of(found: Mapping[str, float]) -> dict[str, float]:
-    """The fields of a score by a peer's scores."""
-    return {name: found[name] for name in ("bits_per_byte", "with_context")}
+    return PeerScore(**json.loads(run(command, folder / "score.log", checkout, more)[-1].text))
 
 
 if __name__ == "__main__":

@@ -73,10 +73,11 @@ def print_comparison(run: Path, config: TrainingConfig) -> None:
 
 def _manifest_of_small_text(config: TrainingConfig) -> Manifest | None:
     """The manifest of a run's text, if compressors can read it in a short time."""
-    if len(config.data.paths) > 1 or world_size() > 1:
+    path, *others = config.data.paths
+    if others or world_size() > 1:
         return None
     try:
-        manifest = read_manifest(Path(config.data.paths[0]))
+        manifest = read_manifest(Path(path))
     except UserError:  # a complete run needs no data
         return None
     has_both = manifest.tokens("train") > 0 and manifest.tokens("val") > 1

@@ -14,7 +14,7 @@ from conftest import module_text
 from torch import nn
 
 from benchmarks import own_text, peer_scores
-from benchmarks.own_text import Failed, Line, OwnTextConfig, Parts, Score
+from benchmarks.own_text import Failed, Line, OwnTextConfig, Parts, PeerScore, Score
 from benchmarks.peer_scores import Trained
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.files import read_json
@@ -217,7 +217,7 @@ def test_the_steps_of_nanogpt_fit_into_the_time(tmp_path, monkeypatch):
         lines = [f"iter {at}: loss 1.0, time {ms:.2f}ms, mfu 1%" for at, ms in enumerate(times)]
         return [Line(0, line) for line in lines]
 
-    found = {"parameters": 5, "bits_per_byte": 2.0, "with_context": 1.5}
+    found = PeerScore(5, 2.0, 1.5)
     monkeypatch.setattr(own_text, "run", run)
     monkeypatch.setattr(own_text, "score_peer", lambda *_: found)
     for number, (seconds, steps, every) in enumerate([(280, 23250, 250), (1, 83, 83)]):
