@@ -50,9 +50,10 @@ def launch(command, folder=ROOT, **env):
 
 
 def without_report(*words, start=process.run_module, **options):
-    """Replaces `process.run_module`, by which a training's script draws its report: a fresh process
-    imports matplotlib for seconds. tests/training/test_start.py has a report."""
-    if "report" not in words:
+    """Replaces `process.run_module`, by which a training's script draws its report and runs
+    compressors: a fresh process imports matplotlib for seconds. tests/training/test_start.py has a
+    report."""
+    if not {"report", "gpt2_ddp.tasks.comparison"} & {*words}:
         start(*words, **options)
 
 

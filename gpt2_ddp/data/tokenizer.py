@@ -82,7 +82,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids. Invalid UTF-8 becomes U+FFFD."""
-        return self.encoding.decode(np.asarray(ids, dtype=np.int64).tolist(), errors="replace")
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """UTF-8 bytes of the ids, which may end within a character."""
+        return self.encoding.decode_bytes(np.asarray(ids, dtype=np.int64).tolist())
 
     def token_bytes(self) -> np.ndarray:
         """Number of UTF-8 bytes of each token: int32 [vocab_size]; 0 for special tokens and unused

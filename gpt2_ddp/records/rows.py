@@ -32,6 +32,8 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 CONFIG = "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
+COMPRESSORS = "compressors.json"
+"""What compressors need for the run's validation text; a completed run may have it."""
 LONGEST_LINE = 2**26
 """Most bytes of a line that is read as a row. A line may have no end: a hole of a file
 looks like zeros."""
@@ -148,6 +150,16 @@ def is_complete(run: Path) -> bool:
     with suppress(OSError, ValueError):
         return read_json(run / STATUS).get("state") == "completed"
     return False
+
+
+def compressor_scores(run: Path) -> dict[str, float]:
+    """Bits per byte that compressors need for a run's validation text, by their names; none if the
+    run has no readable file of them."""
+    with suppress(OSError, ValueError):
+        scores = read_json(run / COMPRESSORS).get("bits_per_byte")
+        if isinstance(scores, dict) and all(type(bits) is float for bits in scores.values()):
+            return scores
+    return {}
 
 
 def split_chain(line: str) -> tuple[str, str | None]:

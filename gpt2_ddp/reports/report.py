@@ -15,7 +15,7 @@ from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
-from gpt2_ddp.records.rows import field_of
+from gpt2_ddp.records.rows import Row, field_of
 from gpt2_ddp.reports.groups import content, describe, differing, group_runs
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
@@ -98,7 +98,18 @@ def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
                 cells[name] += f" at step {row['step']:,}"
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
+        cells |= _comparison(run, best)
     return cells
+
+
+def _comparison(run: RunRecord, best: Row) -> dict[str, str]:
+    """The bits per byte of a run's best row, beside those of compressors on the same text."""
+    bits = best.get("val_bits_per_byte")
+    if not run.compressors or not is_finite(bits):
+        return {}
+    scores = {"best bits per byte": bits}
+    scores |= {f"{name}, bits per byte": score for name, score in run.compressors.items()}
+    return {label: f"{score:.3f}" for label, score in scores.items()}
 
 
 def _origin(run: RunRecord) -> dict[str, str]:

@@ -20,6 +20,7 @@ from gpt2_ddp.records.rows import (
     METRICS,
     STATUS,
     Row,
+    compressor_scores,
     field_of,
     is_event,
     read_lines,
@@ -46,6 +47,7 @@ class RunRecord:
     config: Row  # config.yaml, flat, with dotted keys
     status: Row
     samples: list[Row]
+    compressors: dict[str, float]  # their bits per byte of the validation text
     notes: list[str]  # omitted parts
 
     @cached_property
@@ -158,7 +160,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         now = health(folder)
         status |= {"state": now.state, "reason": now.detail}
     samples = [row for row in valid_rows(lines, "sample") if isinstance(row.get("text"), str)]
-    return RunRecord(name, rows, events, config, status, samples, notes)
+    compressors = compressor_scores(folder)
+    return RunRecord(name, rows, events, config, status, samples, compressors, notes)
 
 
 def _read_rows(file: Path, notes: list[str]) -> list[Row]:

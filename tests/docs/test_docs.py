@@ -93,6 +93,9 @@ def parse(command, folder):
     script = next(
         (at for at, word in enumerate(words) if word.endswith((".py", ".sbatch"))), len(words)
     )
+    if words[:4] == ["python", "-m", "benchmarks", "own_text"]:
+        parse_script(["benchmarks/own_text.py", *words[4:]], text, folder)
+        return
     for word in words[: script + 1]:
         assert not word.endswith((".yaml", ".txt", ".sbatch")) or (ROOT / word).is_file(), (
             f"{text}: no {word}"
