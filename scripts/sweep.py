@@ -23,8 +23,11 @@ from signal import Signals
 from types import FrameType
 from typing import NamedTuple
 
-from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.cli import load, read_yaml
+from gpt2_ddp.config.own_text import CHOSEN, given_fields
 from gpt2_ddp.config.plan import SweepConfig
+from gpt2_ddp.config.saved import with_recorded
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_module
@@ -78,6 +81,37 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
         preset = training_default({"data.path": " ".join(config.data.path), **dict(chosen)})
         members.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
     return members
+
+
+def settled(members: list[Member], at_once: int) -> list[Member]:
+    """The members with a flag for each field that the rule for a text of one's own chooses: all of
+    them by one measurement of the machine or, in a sweep that goes on, as its first run has it.
+    Only what is varied differs."""
+    if not any(member.config.own_text for member in members):
+        return members
+    from accelerate import Accelerator
+    from torch import cuda
+
+    from gpt2_ddp.training.own_text import complete, this_machine
+
+    files = [member.folder / "config.yaml" for member in members]
+    recorded = next((read_yaml(str(file)) for file in files if file.is_file()), None)
+    machine = None
+    if not recorded:
+        here = this_machine(Accelerator(cpu=not cuda.is_available()))
+        machine = here._replace(speed=here.speed / at_once)
+    found: list[Member] = []
+    for member in members:
+        given = given_fields(member.config)
+        if machine:
+            chosen = complete(member.config, machine).config
+        else:
+            chosen = with_recorded(member.config, recorded)
+        values = flat(chosen.model_dump(mode="json"))
+        flags = [f"--{name}={values[name]}" for name in sorted(CHOSEN - given.keys())]
+        flags = [flag for flag in flags if not flag.endswith("=None")]
+        found.append(member._replace(flags=[*member.flags, *flags], config=chosen))
+    return found
 
 
 def train_all(members: list[Member], at_once: int, gpus: list[str]) -> dict[Path, str]:
@@ -182,7 +216,7 @@ def main(config: SweepConfig) -> int:
         for member in members:
             print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]))
         return 0
-    from torch.cuda import device_count
+    from torch import cuda
 
     from gpt2_ddp.data.fetch import missing_data
 
@@ -191,7 +225,8 @@ def main(config: SweepConfig) -> int:
     for member in members:  # once, not by several runs at a time
         if recipe := missing_data(member.config):
             run_module("gpt2_ddp", "prepare_data", "--config", recipe)
-    count = device_count()
+    members = settled(members, config.at_once or 1)
+    count = cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible and count else [*map(str, range(count))]
     incomplete = train_all(members, config.at_once or len(gpus) or 1, gpus)

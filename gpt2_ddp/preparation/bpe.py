@@ -91,9 +91,10 @@ def random_sample(texts: Iterable[str], most: int) -> list[str]:
 
 
 def suitable_vocab_size(size: int) -> int:
-    """Number of ids of a BPE: three times the square root of the text's bytes, as a power of two
-    from 512 to 32,768. The number of different words grows about as that root (Heaps, 1978)."""
-    return 2 ** min(max(round(math.log2(3 * math.sqrt(size))), 9), 15)
+    """Number of ids of a BPE: the square root of the text's bytes, as a power of two from 512 to
+    32,768. The number of different words grows about as that root (Heaps, 1978); the factor is that
+    of the lowest loss (docs/own-text.md)."""
+    return 2 ** min(max(round(math.log2(math.sqrt(size))), 9), 15)
 
 
 def cut_long_words(text: str) -> list[str]:

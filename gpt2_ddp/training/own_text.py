@@ -6,6 +6,7 @@
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -31,14 +32,27 @@ def settle_own_text(
 ) -> TrainingConfig:
     """The configuration with what the rule chooses for the text of its folders. Collective: the
     main process measures, unless a machine is given. Raises: UserError."""
-    paths = [Path(path) for path in config.data.paths]
-    manifests = on_every_rank(lambda: [read_manifest(path) for path in paths])
+    measured = machine or on_main(partial(this_machine, accelerator))
+    completed = on_every_rank(lambda: complete(config, measured))
+    print_line(completed.description)
+    return completed.config
+
+
+class Completed(NamedTuple):
+    """A configuration that the rule has completed, and a line about what it will train."""
+
+    config: TrainingConfig
+    description: str
+
+
+def complete(config: TrainingConfig, machine: Machine) -> Completed:
+    """The configuration with what the rule chooses for the text of its folders. Raises: UserError
+    for a folder without shards, and for given fields that contradict each other."""
+    manifests = [read_manifest(Path(path)) for path in config.data.paths]
     tokens = sum(manifest.tokens("train") for manifest in manifests)
     text = Text(max(tokens, 1), manifests[0].vocab_size)
-    machine = machine or on_main(partial(this_machine, accelerator))
-    choice = on_every_rank(lambda: choose(config, text, machine))
-    print_line(describe(choice, text, sum(map(text_bytes, manifests))))
-    return choice.config
+    choice = choose(config, text, machine)
+    return Completed(choice.config, describe(choice, text, sum(map(text_bytes, manifests))))
 
 
 def this_machine(accelerator: Accelerator) -> Machine:
