@@ -65,7 +65,7 @@ BATCH_GROWTH = 0.5
 """Tokens of a step, and their growth with the tokens of a run above so many."""
 LR = 0.02
 """AdamW's learning rate beside Muon, for a width of 192; inverse to the root of the width."""
-MUON_LR = 0.02
+MUON_LR = 0.012
 ADAMW_LR = 2e-3
 """AdamW's learning rate without Muon."""
 WARM_UP = 0.03

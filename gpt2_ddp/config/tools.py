@@ -70,8 +70,8 @@ class PrepareConfig(Command):
     """`bpe` (trains a byte-level BPE on the training split), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
-    """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for
-    10 MB, 32,768 for 100 MB and more"""
+    """bpe: tokens of the vocabulary, end-of-text included; null: 1,024 for 1 MB of text, 4,096 for
+    10 MB, 8,192 for 100 MB, 32,768 for 1 GB and more"""
     workers: NonNegativeInt = 0
     """encoding processes; 0: one per core; the result does not depend on their number"""
     val_fraction: Fraction = 0.05

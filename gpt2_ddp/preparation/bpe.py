@@ -90,7 +90,7 @@ def random_sample(texts: Iterable[str], most: int) -> list[str]:
     return [text for _, text in sample]
 
 
-def suitable_vocab_size(size: int) -> int:
+def suitable_vocab_size(size: float) -> int:
     """Number of ids of a BPE: the square root of the text's bytes, as a power of two from 512 to
     32,768. The number of different words grows about as that root (Heaps, 1978); the factor is that
     of the lowest loss (docs/own-text.md)."""
