@@ -112,14 +112,14 @@ class Choice(NamedTuple, Generic[ConfigT]):
 
 
 def given_fields(config: Command) -> dict[str, Any]:
-    """The values of the fields of sections that a file or a flag gives, by dotted names."""
+    """The values of the fields of sections that a file or a flag gives, by dotted names, without
+    null."""
     values: dict[str, Any] = {}
     for name, section in config:
         if isinstance(section, Section):
-            values |= {
-                f"{name}.{field}": getattr(section, field) for field in section.model_fields_set
-            }
-    return values
+            given = section.model_dump(include=section.model_fields_set)
+            values |= {f"{name}.{field}": value for field, value in given.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2_ddp.config.base import Command, Section, flat, nested
+from gpt2_ddp.config.base import Command, flat, nested
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.own_text import CHOSEN, given_fields
 from gpt2_ddp.config.run import RunConfig
@@ -46,16 +46,18 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]
 
 def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
     """The configuration of a text of one's own, with what a saved one has in the fields that the
-    rule chooses, and that neither a file nor a flag gives. Raises: UserError, as `load`."""
+    rule chooses, and that neither a file nor a flag gives."""
     given = given_fields(config)
     before = flat(complete(type(config), saved))
-    for alternatives in config.alternatives:
-        if not given.keys().isdisjoint(alternatives):  # such as one of three lengths
-            given |= dict.fromkeys(alternatives - given.keys())
-    recorded = {name: before[name] for name in CHOSEN - given.keys()}
-    values = flat(config.model_dump()) | recorded | {"own_text": False}
-    sections = {name for name, section in config if isinstance(section, Section)}
-    return config.model_validate(nested(values, type(config).model_fields.keys() - sections))
+    lengths = set(config.alternatives[0])
+    names = CHOSEN - given.keys()
+    if not lengths.isdisjoint(given):  # one of three is given: the others stay null
+        names -= lengths
+    recorded = nested({name: before[name] for name in sorted(names)})
+    sections = {
+        name: getattr(config, name).model_copy(update=fields) for name, fields in recorded.items()
+    }
+    return config.model_copy(update=sections | {"own_text": False})
 
 
 def differences(

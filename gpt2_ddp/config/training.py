@@ -405,7 +405,10 @@ class TrainingConfig(RunConfig):
     def with_model(self, other: ModelConfig) -> Self:
         """The configuration with the inherited fields of another model section. Raises: UserError,
         as `load`."""
-        model = self.model.model_dump() | other.model_dump(include=self.inherited)
+        inherited = other.model_dump(include=self.inherited)
+        if self.own_text:  # the rule completes and checks it later
+            return self.model_copy(update={"model": self.model.model_copy(update=inherited)})
+        model = self.model.model_dump() | inherited
         return self.model_validate(self.model_dump() | {"model": model})
 
     @property

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.saved import check_resumable
+from gpt2_ddp.config.own_text import Machine, Text, choose
+from gpt2_ddp.config.saved import check_resumable, with_recorded
 from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -398,8 +399,8 @@ def typed(folder, flags=""):
 
 
 def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
-    """Neither the default preset's nor the default, but its
-    dropout is the preset's. Ranks may share the model."""
+    """Neither the default nor what the rule for a text of one's own would choose, but its dropout
+    is. Ranks may share the model."""
     weights = []
     calls = []  # of a folder and of a run
     for kind in (*SHAPES, "a run"):
@@ -410,7 +411,9 @@ def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
             wanted = shape(config("x", **SHAPES[kind]).model)
         settled = settle_model(typed(folder, "--model.n_head 2"))
         assert shape(settled.model) == wanted | {"n_head": 2}
-        assert settled.model.dropout == 0.1
+        chosen = choose(settled, Text(1000, 512), Machine(1e12)).config.model
+        assert shape(chosen) == shape(settled.model)
+        assert chosen.dropout > 0
         assert f"note: model from {folder}: " in capsys.readouterr().err
         if kind in ("nanochat", "a run"):
             weights.append(
@@ -439,7 +442,7 @@ def test_a_run_needs_no_transformers_and_may_have_a_shorter_context(monkeypatch)
     ("flags", "error"),
     [
         (
-            "--train.global_batch_tokens 40",
+            "--own_text false --train.steps 9 --train.global_batch_tokens 40",
             r"global_batch_tokens = 40: should be a multiple of model.block_size \(16\)",
         ),
         ("--config configs/gpt2_small_corpus.yaml", "model.n_layer = 6: .* has 1"),
@@ -452,11 +455,13 @@ def test_what_is_given_is_compared_and_the_rest_is_checked_once_settled(flags, e
 def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
     """The folder may be gone."""
     found = find_checkpoint(RUN)
-    found.config["optim"] = typed(tmp_path).optim.model_dump(mode="json")
-    found.config["train"]["global_batch_tokens"] = 4096
-    check_resumable(typed(tmp_path), "gpt2", found.config, found.step)
-    assert settle_model(typed(tmp_path), found).model.n_layer == 1
-    other = typed(tmp_path, "--model.n_layer 3")
+    before = typed(tmp_path).model_dump(mode="json")
+    found.config.update({name: before[name] for name in ("optim", "train", "data")})
+    found.config["train"]["steps"] = 9
+    again = with_recorded(typed(tmp_path), found.config)
+    check_resumable(again, "gpt2", found.config, found.step)
+    assert settle_model(again, found).model.n_layer == 1
+    other = with_recorded(typed(tmp_path, "--model.n_layer 3"), found.config)
     expect_error(
         "model.n_layer = 3: the run was started with 1",
         check_resumable,
@@ -478,7 +483,7 @@ def test_train_and_plan_take_the_shape(tmp_path):
     shutil.rmtree(folder)
     went_on = forked(last_of_each([*run, "--train.steps", "3"]), ROOT, world=2)
     assert went_on.returncode == 0, went_on
-    settled = load(TrainingConfig, ["--config", f"{tmp_path}/runs/small_corpus/config.yaml"])
+    settled = load(TrainingConfig, ["--config", f"{tmp_path}/runs/own_text/config.yaml"])
     assert (settled.model.n_layer, settled.model.block_size, settled.inherited) == (1, 16, set())
     for script in ("plan", "train_gpt2"):
         # of the preset
