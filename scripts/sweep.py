@@ -97,16 +97,17 @@ def settled(members: list[Member], at_once: int) -> list[Member]:
     files = [member.folder / "config.yaml" for member in members]
     recorded = next((read_yaml(str(file)) for file in files if file.is_file()), None)
     machine = None
-    if not recorded:
+    if recorded is None:
         here = this_machine(Accelerator(cpu=not cuda.is_available()))
         machine = here._replace(speed=here.speed / at_once)
     found: list[Member] = []
     for member in members:
         given = given_fields(member.config)
-        if machine:
-            chosen = complete(member.config, machine).config
-        else:
+        if recorded is not None:
             chosen = with_recorded(member.config, recorded)
+        else:
+            assert machine
+            chosen = complete(member.config, machine).config
         values = flat(chosen.model_dump(mode="json"))
         flags = [f"--{name}={values[name]}" for name in sorted(CHOSEN - given.keys())]
         flags = [flag for flag in flags if not flag.endswith("=None")]

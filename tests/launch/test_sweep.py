@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from commands import NO_REPORT, ROOT, SCRIPTS, environment, expect_error
 
-from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.training import own_text
 
 sys.path.insert(0, str(SCRIPTS))
 import sweep
@@ -223,3 +225,21 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
         2,
         2,
     ]
+
+
+def test_runs_of_a_text_of_one_s_own_differ_in_what_is_varied_alone(corpus, tmp_path, monkeypatch):
+    """One measurement of the machine serves all; a sweep that goes on has the numbers of its first
+    run, although the machine is faster now."""
+    speeds = iter([1e9, 1e15])
+    monkeypatch.setattr(own_text, "measure_speed", lambda device, dtype: next(speeds))
+    words = (
+        f"--data.path {corpus} --output_dir {tmp_path} --train.minutes 1 --seeds 1"
+        " --train.mixed_precision no --vary model.n_layer=1,2"
+    ).split()
+    first, second = sweep.settled(members(*words), 1)
+    assert (first.config.model.n_layer, second.config.model.n_layer) == (1, 2)
+    assert first.config.model.n_embd == second.config.model.n_embd
+    assert load(TrainingConfig, first.flags, sweep.training_default).train == first.config.train
+    first.folder.mkdir()
+    (first.folder / "config.yaml").write_text(dump(first.config))
+    assert sweep.settled(members(*words), 1)[1].config == second.config
