@@ -19,7 +19,17 @@ ConfigT = TypeVar("ConfigT", bound=Command)
 
 MINUTES = 30.0
 """Time of a run whose length nothing gives."""
-SHAPES = ((2, 128), (3, 192), (4, 256), (5, 320), (6, 384), (8, 512), (10, 640), (12, 768))
+SHAPES = (
+    (2, 128),
+    (3, 160),
+    (4, 192),
+    (5, 256),
+    (6, 320),
+    (6, 384),
+    (8, 512),
+    (10, 640),
+    (12, 768),
+)
 """Layers and widths to choose from. The last is that of GPT-2 (124M)."""
 HEAD = 64
 """Width of an attention head, if it divides the model's."""
@@ -45,7 +55,7 @@ CHOSEN = {
 """The fields that the rule chooses."""
 
 
-PARAMETERS = 1.9e6
+PARAMETERS = 2.2e6
 WORK = 5e13
 GROWTH = 0.45
 """Active parameters that suit a run of so many FLOPs, and their growth with those."""
