@@ -64,7 +64,7 @@ WIDE = 320
 """Context in tokens; the second for wider models."""
 LEAST_WINDOWS = 64
 """Fewest windows of a text."""
-DROPOUTS = ((2.5, 0.0), (6, 0.1), (15, 0.2), (math.inf, 0.3))
+DROPOUTS = ((6, 0.0), (15, 0.1), (math.inf, 0.2))
 """Most passes over the text, and the dropout for them."""
 MOST_PASSES = 40.0
 """Passes over the text after which a run ends, although time is left: it would learn the text by
