@@ -27,7 +27,7 @@ prompts at once."""
 MISSED = 0.02
 """Share of the time by which a forecast of the end may miss it: less than the 5 % that
 docs/optimizers.md promises, as what changes after the last settling comes on top."""
-NOISE = 0.05
+NOISE = 0.1
 """Share of the time that is left by which it may miss in addition. Steps do not all take the same,
 and an early forecast is corrected in time."""
 CHECKS = 200
