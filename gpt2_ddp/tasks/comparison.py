@@ -29,6 +29,7 @@ from gpt2_ddp.records.rows import (
     METRICS,
     Row,
     compressor_scores,
+    is_rollback,
     read_lines,
     valid_rows,
 )
@@ -86,8 +87,10 @@ def _manifest_of_small_text(config: TrainingConfig) -> Manifest | None:
 
 def _best_row(run: Path) -> Row:
     """The row with the lowest bits per byte of as many tokens as the last; or an empty one."""
-    rows = valid_rows(line.row for line in read_lines(run / METRICS))
-    scored = [row for row in rows if isinstance(row.get("val_bits_per_byte"), float)]
+    lines = read_lines(run / METRICS)
+    # the others, of which a long run has many, are not kept
+    few = (line.row for line in lines if "val_bits_per_byte" in line.row or is_rollback(line.row))
+    scored = [row for row in valid_rows(few) if isinstance(row["val_bits_per_byte"], float)]
     alike = [row for row in scored if row["val_tokens"] == scored[-1]["val_tokens"]]
     return min(alike, key=lambda row: row["val_bits_per_byte"], default={})
 

@@ -196,6 +196,7 @@ def write_more(folder):
         "\n<|endoftext|>\n".join(f"Once upon {n} times." for n in range(3000))
     )
     (folder / "prompts.txt").write_text("def \nimport \n")
+    shutil.copy(folder / "stories.txt", folder / "book.txt")
     (folder / "mine.py").write_text(
         "from gpt2_ddp import Pretraining\n\n\nclass Mine(Pretraining): ...\n"
     )
