@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2_ddp.config.base import Command, flat, nested
+from gpt2_ddp.config.base import Command, Section, flat, nested
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.own_text import CHOSEN, given_fields
 from gpt2_ddp.config.run import RunConfig
@@ -45,18 +45,26 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]
 
 
 def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
-    """The configuration of a text of one's own, with what a saved one has in the fields that the
-    rule chooses, and that neither a file nor a flag gives."""
+    """The configuration of a text of one's own, with what a saved one has in the fields that
+    neither a file nor a flag gives: those that the rule chooses, and those that a resume keeps. So
+    the same command resumes a run that an earlier release began with another preset."""
     given = given_fields(config)
     before = flat(complete(type(config), saved))
+    kept = tuple(f"{part}." for part in config.kept if part != "seed")
+    names = {name for name in before if name in CHOSEN or f"{name}.".startswith(kept)}
+    names -= given.keys()
     lengths = set(config.alternatives[0])
-    names = CHOSEN - given.keys()
     if not lengths.isdisjoint(given):  # one of three is given: the others stay null
         names -= lengths
     recorded = nested({name: before[name] for name in sorted(names)})
     sections = {
-        name: getattr(config, name).model_copy(update=fields) for name, fields in recorded.items()
+        name: type(section).model_validate(section.model_dump() | recorded.get(name, {}))
+        for name, section in config
+        if isinstance(section, Section)
     }
+    for name, section in sections.items():
+        set_before = getattr(config, name).model_fields_set
+        section.model_fields_set.intersection_update(set_before | recorded.get(name, {}).keys())
     return config.model_copy(update=sections | {"own_text": False})
 
 

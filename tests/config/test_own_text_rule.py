@@ -135,6 +135,19 @@ def test_a_resume_takes_what_the_run_recorded():
     assert (longer.train.steps, longer.train.minutes) == (99999, None)
 
 
+def test_the_same_command_resumes_a_run_of_an_earlier_release():
+    """Whose preset was another: AdamW, GPT-2's architecture, dropout and a cosine."""
+    flags = {"data.path": "data/book", "optim.lr": "1e-3"}
+    saved = resolve(TrainingConfig, ["configs/gpt2_small_corpus.yaml"], flags)
+    recorded = saved.model_dump(mode="json")
+    again = with_recorded(config_of(**{"optim.lr": "1e-3"}), recorded)
+    assert (again.model, again.optim) == (saved.model, saved.optim)
+    check_resumable(again, "gpt2", recorded, 10)
+    assert again.train.max_minutes is None
+    limited = recorded | {"train": recorded["train"] | {"max_minutes": 5}}
+    assert with_recorded(config_of(), limited).train.max_minutes is None  # of that command alone
+
+
 def test_the_fields_of_the_rule_exist():
     config = config_of()
     for name in CHOSEN:
