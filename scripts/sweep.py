@@ -84,9 +84,9 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
 
 
 def settled(members: list[Member], at_once: int) -> list[Member]:
-    """The members with a flag for each field that the rule for a text of one's own chooses: all of
-    them by one measurement of the machine or, in a sweep that goes on, as its first run has it.
-    Only what is varied differs."""
+    """The members, with a flag for each field that the rule for a text of one's own chooses. One
+    measurement of the machine serves all; a sweep that goes on has the values of its first run. So
+    only what is varied differs."""
     if not any(member.config.own_text for member in members):
         return members
     from accelerate import Accelerator

@@ -221,7 +221,8 @@ def _context(given: Mapping[str, Any], shape: Mapping[str, int], text: Text) -> 
     if "model.block_size" in given:
         return given["model.block_size"]
     longest = min(CONTEXTS[shape["model.n_embd"] > WIDE], max(text.tokens // LEAST_WINDOWS, 1))
-    batch = given.get("train.global_batch_tokens", 2**20)
+    any_power = 2**20  # without a given batch, a power of two divides all that the rule chooses
+    batch = given.get("train.global_batch_tokens", any_power)
     return max(size for size in range(1, longest + 1) if batch % size == 0)
 
 

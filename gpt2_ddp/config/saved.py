@@ -45,9 +45,9 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]
 
 
 def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
-    """The configuration of a text of one's own, with what a saved one has in the fields that
-    neither a file nor a flag gives: those that the rule chooses, and those that a resume keeps. So
-    the same command resumes a run that an earlier release began with another preset."""
+    """The configuration of a text of one's own that goes on. Fields that neither a file nor a flag
+    gives are the saved run's, if the rule chooses them or a resume keeps them. So the same command
+    resumes a run that an earlier release began with another preset."""
     given = given_fields(config)
     before = flat(complete(type(config), saved))
     kept = tuple(f"{part}." for part in config.kept if part != "seed")

@@ -260,8 +260,8 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
 
 
 def as_recorded(config: ConfigT, store: CheckpointStore) -> ConfigT:
-    """The configuration of a run of one's own text that goes on, or of a branch of another run: it
-    has what that one recorded in the fields that the rule would choose. Raises: UserError, as
+    """The configuration of a run of one's own text, completed by the run that it resumes, or by the
+    parent of a branch. Raises: UserError, as
     `find_checkpoint`."""
     if not isinstance(config, TrainingConfig) or not config.own_text:
         return config
