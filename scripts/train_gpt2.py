@@ -32,11 +32,12 @@ def main(config: TrainingConfig) -> int:
 
     result = train(config, make_pretraining)
     if result.outcome == "completed":
-        from gpt2_ddp.tasks.comparison import print_comparison
+        from gpt2_ddp.tasks.comparison import print_comparison, print_forecast
         from gpt2_ddp.tasks.ending import print_end
 
         if is_main_process():
             print_comparison(result.run, config)
+            print_forecast(result.run)
         print_end(result.run, "generate")
     return exit_code(result.outcome)
 

@@ -106,6 +106,7 @@ EVENTS = {
         *GPTData.model_fields,
         *JobData.model_fields,
         *("steps", "config", "command", "commit", "hardware", "checkpoint", "kept", "rejected"),
+        "forecast",  # of a new run whose settings a rule has chosen
     ),
     "checkpoint": ("sha256", "kept"),
     "length": (

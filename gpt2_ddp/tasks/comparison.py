@@ -22,6 +22,7 @@ from gpt2_ddp.distributed import process
 from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.evaluation.compressors import bits_per_byte, compressors, split_text
+from gpt2_ddp.evaluation.forecast import from_record
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import write_json
 from gpt2_ddp.records.rows import (
@@ -37,6 +38,8 @@ from gpt2_ddp.script import run_command
 
 LARGEST_TEXT = 2**25
 """Bytes of text that compressors read in about a minute on two cores (estimate)."""
+GPU = 50
+"""Speed of a GPU for games, as a multiple of two cores of a CPU (estimate)."""
 MOST_SECONDS = 180
 """Seconds after which the compressors are ended, without a result."""
 CACHE = ".compressors.json"
@@ -70,6 +73,30 @@ def print_comparison(run: Path, config: TrainingConfig) -> None:
     theirs = ", ".join(f"{name} {bits:.3f}" for name, bits in scores.items())
     print(f"best evaluation: {score} of validation text{of_sample}")
     print(f"compressors on that text, after the training text: {theirs} (less is better)")
+
+
+def print_forecast(run: Path) -> None:
+    """Prints what was expected of a completed run, and how much more time, text or speed would
+    help. Prints nothing if nothing was foretold."""
+    start = _first_start(run)
+    if "forecast" not in start:
+        return
+    forecast = from_record(start["forecast"])
+    more = {"4 times the time": forecast.with_work(4), "4 times the text": forecast.with_text(4)}
+    if start["device"] == "cpu":
+        more[f"a GPU, {GPU:g} times as fast,"] = forecast.with_work(GPU)
+    changes = {
+        name: other.bits_per_byte / forecast.bits_per_byte - 1 for name, other in more.items()
+    }
+    most_first = sorted(changes, key=lambda name: changes[name])
+    text = ", ".join(f"{name} {changes[name]:+.0%}" for name in most_first)
+    print(f"expected: about {forecast.bits_per_byte:.1f} bits per byte; by estimate: {text}")
+
+
+def _first_start(run: Path) -> Row:
+    """The start row of a run that began here; or an empty one."""
+    starts = (line.row for line in read_lines(run / METRICS) if line.row.get("event") == "start")
+    return next(starts, {})
 
 
 def _manifest_of_small_text(config: TrainingConfig) -> Manifest | None:

@@ -187,7 +187,9 @@ class Pretraining(Task[TrainingConfig]):
         """Completes the configuration of a text of one's own, whose data are there, for this
         machine or another. Raises: UserError."""
         if self.config.own_text:
-            self.config = settle_own_text(self.config, self.accelerator, machine)
+            self.config, forecast = settle_own_text(self.config, self.accelerator, machine)
+            if forecast:
+                self.start_fields = {"forecast": forecast.record()}
             self._divide_step()
 
     def open_data(self) -> None:

@@ -4,6 +4,7 @@
 # pyright: reportMissingTypeStubs=false
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from gpt2_ddp.config.own_text import Choice, Machine, Text, choose
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import read_manifest, text_bytes
+from gpt2_ddp.data.manifest import Manifest, read_manifest, text_bytes
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 from gpt2_ddp.errors import print_line
+from gpt2_ddp.evaluation.forecast import Forecast, count_text
 
 ROWS = 2048
 WIDTH = 512
@@ -27,32 +29,40 @@ SHARE = 0.35
 """Share of the products' speed that training reaches (docs/own-text.md)."""
 
 
-def settle_own_text(
-    config: TrainingConfig, accelerator: Accelerator, machine: Machine | None = None
-) -> TrainingConfig:
-    """The configuration with what the rule chooses for the text of its folders. Collective: the
-    main process measures, unless a machine is given. Raises: UserError."""
-    measured = machine or on_main(partial(this_machine, accelerator))
-    completed = on_every_rank(lambda: complete(config, measured))
-    print_line(completed.description)
-    return completed.config
-
-
 class Completed(NamedTuple):
-    """A configuration that the rule has completed, and a line about what it will train."""
+    """A configuration that the rule has completed, and what a run of it will reach, if that can be
+    told."""
 
     config: TrainingConfig
-    description: str
+    forecast: Forecast | None
 
 
-def complete(config: TrainingConfig, machine: Machine) -> Completed:
-    """The configuration with what the rule chooses for the text of its folders. Raises: UserError
-    for a folder without shards, and for given fields that contradict each other."""
-    manifests = [read_manifest(Path(path)) for path in config.data.paths]
+def settle_own_text(
+    config: TrainingConfig, accelerator: Accelerator, machine: Machine | None = None
+) -> Completed:
+    """What the rule chooses for the text of the configuration's folders, and what to expect of it.
+    Collective: the main process measures, unless a machine is given, and counts. Raises:
+    UserError."""
+    measured = machine or on_main(partial(this_machine, accelerator))
+    manifests = on_every_rank(lambda: [read_manifest(Path(path)) for path in config.data.paths])
     tokens = sum(manifest.tokens("train") for manifest in manifests)
     text = Text(max(tokens, 1), manifests[0].vocab_size)
-    choice = choose(config, text, machine)
-    return Completed(choice.config, describe(choice, text, sum(map(text_bytes, manifests))))
+    choice = on_every_rank(lambda: choose(config, text, measured))
+    forecast = on_main(partial(foretell, choice, manifests))
+    line = describe(choice, text, sum(map(text_bytes, manifests)))
+    if forecast:
+        line += f"; expect about {forecast.bits_per_byte:.1f} bits per byte"
+    print_line(line)
+    return Completed(choice.config, forecast)
+
+
+def foretell(choice: Choice[TrainingConfig], manifests: Sequence[Manifest]) -> Forecast | None:
+    """What a run will reach; None for several folders, and for very little text. Raises: UserError
+    if a shard is damaged."""
+    if len(manifests) > 1:
+        return None
+    text = count_text(Path(choice.config.data.paths[0]), manifests[0])
+    return Forecast(text, choice.parameters, choice.tokens) if text else None
 
 
 def this_machine(accelerator: Accelerator) -> Machine:
@@ -84,7 +94,8 @@ def describe(choice: Choice[TrainingConfig], text: Text, size: int) -> str:
     config = choice.config
     model = config.model
     shape = f"{model.n_layer} layers of {model.n_embd}, context {model.block_size}"
-    length = f"{config.train.minutes:g} minutes" if config.train.minutes else "as given"
-    passes = f"about {choice.tokens / text.tokens:.1f} passes over the text in {length}"
+    passes = f"about {choice.tokens / text.tokens:.1f} passes over the text"
+    if config.train.minutes:
+        passes += f" in {config.train.minutes:g} minutes"
     amount = f"{size / 1e6:.1f} MB of text, {text.tokens:,} tokens"
     return f"{amount}: {choice.parameters / 1e6:.1f}M active parameters ({shape}), {passes}"

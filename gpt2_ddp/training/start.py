@@ -531,6 +531,7 @@ def _record_start(trainer: Trainer) -> None:
     start = {"event": "start", **begins.identity, "steps": progress.steps}
     start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
     start |= {"commit": git_commit(), "hardware": describe_hardware(), **listing}
+    start |= run.task.start_fields
     run.log.resume(run.checkpoint.state.log if run.checkpoint else LogEnd(), progress, start)
     run.log.write_config(config)
     branch = progress.branched_from

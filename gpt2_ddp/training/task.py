@@ -59,6 +59,7 @@ class Task(ABC, Generic[ConfigT]):
         flops_per_unit: FLOPs of training a unit, for the MFU; 0: rows have no MFU.
         feed: the items of each step.
         files: more content of each checkpoint, by name, such as a tokenizer.
+        start_fields: more content of the start row, by name.
         model: the plain model, fp32, on the CPU. Other ranks receive the main process's weights.
             With fsdp, it is on the meta device.
         initial: with fsdp, names and values of a new run's weights, on the main process.
@@ -70,6 +71,7 @@ class Task(ABC, Generic[ConfigT]):
     flops_per_unit: int = 0
     feed: Feed
     files: Mapping[str, bytes] = MappingProxyType({})
+    start_fields: Mapping[str, Any] = MappingProxyType({})
     model: nn.Module
     initial: Iterator[tuple[str, Tensor]] = iter(())
 

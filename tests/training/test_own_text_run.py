@@ -1,5 +1,7 @@
 """A text of one's own, without --config: the run has plain numbers, and goes on with them."""
 
+import re
+
 import pytest
 import yaml
 from runs import events, is_intact, train
@@ -8,6 +10,7 @@ from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.plan import plan
+from gpt2_ddp.tasks.comparison import print_forecast
 from gpt2_ddp.training import own_text
 
 
@@ -34,7 +37,15 @@ def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, cap
     ends = {"optim.decay_steps": "9", "checkpoint.every": "3"}
     train(config_of(**{"train.steps": "6"}, **ends))
     said = capsys.readouterr()
-    assert "active parameters (" in said.out + said.err
+    first = next(line for line in said.err.splitlines() if "active parameters (" in line)
+    forecast = events(run, "start")[0]["forecast"]
+    assert first.endswith(f"; expect about {forecast['bits_per_byte']:.1f} bits per byte")
+    print_forecast(run)
+    expected, *_ = capsys.readouterr().out.splitlines()
+    assert expected.startswith(f"expected: about {forecast['bits_per_byte']:.1f} bits per byte; by")
+    changes = [int(percent) for percent in re.findall(r"([-+]\d+)%", expected)]
+    assert len(changes) == 3
+    assert changes == sorted(changes)
     recorded = yaml.safe_load((run / "config.yaml").read_text())
     assert recorded["own_text"] is False
     assert recorded["model"]["architecture"] == "qwen3"
@@ -44,6 +55,8 @@ def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, cap
     assert again["model"] == recorded["model"]
     assert again["optim"]["lr"] == recorded["optim"]["lr"]
     assert [event["step"] for event in events(run, "start")] == [0, 6]
+    print_forecast(run)
+    assert capsys.readouterr().out.splitlines()[-1] == expected
     assert is_intact(run)
 
 
