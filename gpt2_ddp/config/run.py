@@ -33,7 +33,8 @@ class LoopConfig(Section):
     fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's
-    overlap; auto, with a compiler: model for a GPT on one GPU, blocks on several, else off"""
+    overlap; auto, with a compiler: model for a GPT on one GPU, blocks on several; on CPUs the same
+    if `minutes` are at least 10; else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False

@@ -20,6 +20,11 @@ AUTOTUNES_POINTWISE = False
 while it compiles."""
 
 
+PAYS_ON_CPUS = 10.0
+"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and a step
+is then 1.2 times as fast (docs/benchmarks.md)."""
+
+
 class HasBlocks(Protocol):
     """A model that compiles its blocks in place, as `GPT` does."""
 
@@ -56,19 +61,43 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def resolve_compile(
-    before: str | None, model: nn.Module, accelerator: Accelerator
+    before: str | None, model: nn.Module, accelerator: Accelerator, minutes: float = 0
 ) -> tuple[str, str | None]:
     """The value of `train.compile: auto` (off, blocks or model), and what inductor lacks if that
-    turned it off. `before`: the saved run's value on the same devices."""
+    turned it off.
+
+    Args:
+        before: the saved run's value on the same devices.
+        minutes: for which a new run is to train; 0 if that is not known.
+    """
     device = accelerator.device
+    pays = device.type == "cuda" or (device.type == "cpu" and minutes >= PAYS_ON_CPUS)
     if before:
         scope = before
-    elif device.type != "cuda" or not hasattr(model, "compile_blocks"):
+    elif not pays or not hasattr(model, "compile_blocks"):
         scope = "off"
     else:
         scope = "blocks" if accelerator.num_processes > 1 else "model"
-    missing = None if scope == "off" else missing_compiler(device)
+    if scope == "off":
+        return scope, None
+    missing = missing_compiler(device)
+    if not missing and device.type == "cpu":
+        missing = failing_compiler()
     return ("off", missing) if missing else (scope, None)
+
+
+def failing_compiler() -> str | None:
+    """What keeps inductor from compiling a line for the CPU: nobody has chosen the compilers of a
+    laptop for it. None: it works. Takes some seconds."""
+
+    def line(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    try:
+        torch.compile(line)(torch.ones(8))
+    except Exception as error:  # whatever it is, the run works without
+        return f"a compiler that works ({type(error).__name__})"
+    return None
 
 
 def compiled(model: nn.Module, scope: str) -> nn.Module:

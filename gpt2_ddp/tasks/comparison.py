@@ -40,6 +40,8 @@ LARGEST_TEXT = 2**25
 """Bytes of text that compressors read in about a minute on two cores (estimate)."""
 GPU = 50
 """Speed of a GPU for games, as a multiple of two cores of a CPU (estimate)."""
+TOLERANCE = 0.2
+"""Share of the planned tokens by which a run may miss them without a word."""
 MOST_SECONDS = 180
 """Seconds after which the compressors are ended, without a result."""
 CACHE = ".compressors.json"
@@ -78,10 +80,22 @@ def print_comparison(run: Path, config: TrainingConfig) -> None:
 def print_forecast(run: Path) -> None:
     """Prints what was expected of a completed run, and how much more time, text or speed would
     help. Prints nothing if nothing was foretold."""
-    start = _first_start(run)
-    if "forecast" not in start:
+    start: Row = {}
+    trained = 0
+    for line in read_lines(run / METRICS):
+        if "forecast" in line.row:  # in the first start
+            start = line.row
+        trained = line.row.get("tokens", trained)
+    if not start:
         return
     forecast = from_record(start["forecast"])
+    words = f"expected: about {forecast.bits_per_byte:.1f} bits per byte"
+    if abs(trained / forecast.tokens - 1) > TOLERANCE:
+        planned = f"{forecast.tokens / 1e6:.1f}M tokens"
+        forecast = forecast._replace(tokens=trained)
+        words += (
+            f" by {planned}, {forecast.bits_per_byte:.1f} by the {trained / 1e6:.1f}M trained on"
+        )
     more = {"4 times the time": forecast.with_work(4), "4 times the text": forecast.with_text(4)}
     if start["device"] == "cpu":
         more[f"a GPU, {GPU:g} times as fast,"] = forecast.with_work(GPU)
@@ -89,14 +103,8 @@ def print_forecast(run: Path) -> None:
         name: other.bits_per_byte / forecast.bits_per_byte - 1 for name, other in more.items()
     }
     most_first = sorted(changes, key=lambda name: changes[name])
-    text = ", ".join(f"{name} {changes[name]:+.0%}" for name in most_first)
-    print(f"expected: about {forecast.bits_per_byte:.1f} bits per byte; by estimate: {text}")
-
-
-def _first_start(run: Path) -> Row:
-    """The start row of a run that began here; or an empty one."""
-    starts = (line.row for line in read_lines(run / METRICS) if line.row.get("event") == "start")
-    return next(starts, {})
+    help_ = ", ".join(f"{name} {changes[name]:+.0%}" for name in most_first)
+    print(f"{words}; what would change it, by estimate: {help_}")
 
 
 def _manifest_of_small_text(config: TrainingConfig) -> Manifest | None:

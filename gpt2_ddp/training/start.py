@@ -504,14 +504,16 @@ def _resolve_compile(run: OpenRun) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices
     are the same."""
     accelerator = run.accelerator
-    compilation: str = run.config.train.compile
+    config = run.config
+    compilation: str = config.train.compile
     if compilation == "auto":
         before = run.checkpoint.state.setup if run.checkpoint else None
         kept = before.compile if before and has_same_devices(before, accelerator) else None
-        compilation, missing = resolve_compile(kept, run.task.model, accelerator)
+        minutes = (config.train.minutes or 0) if isinstance(config, TrainingConfig) else 0
+        compilation, missing = resolve_compile(kept, run.task.model, accelerator, minutes)
         if missing:
             accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    if compilation == "model" and run.config.parallel == "fsdp":
+    if compilation == "model" and config.parallel == "fsdp":
         compilation = "blocks"
     if compilation != "off":
         run.watchdog.first_limit = FIRST_TIMEOUT

@@ -107,16 +107,38 @@ def on(device, processes=1):
 def test_what_is_compiled(monkeypatch):
     """auto: a GPT on GPUs, by blocks where there are several; never a small job."""
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: None)
+    monkeypatch.setattr(compiling, "failing_compiler", lambda: None)
     model = gpt()
     auto = partial(resolve_compile, None)
     assert auto(model, on(CUDA)) == ("model", None)
     assert auto(model, on(CUDA, 2)) == ("blocks", None)
     assert auto(torch.nn.Linear(1, 1), on(CUDA)) == ("off", None)
     assert auto(model, on(CPU)) == ("off", None)
+    assert auto(model, on(CPU), 9.9) == ("off", None)
+    assert auto(model, on(CPU), 10) == ("model", None)
+    assert resolve_compile("off", model, on(CPU), 10) == ("off", None)
     assert resolve_compile("blocks", model, on(CUDA)) == ("blocks", None)
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "Triton")
     assert auto(model, on(CUDA)) == ("off", "Triton")
     assert auto(model, on(CPU)) == ("off", None)
+    assert auto(model, on(CPU), 10) == ("off", "Triton")
+
+
+def test_a_compiler_that_fails_is_no_compiler(monkeypatch):
+    """A laptop's compiler may be there and lack OpenMP or headers."""
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: None)
+
+    def broken(function):
+        def run(x):
+            raise RuntimeError("omp.h is missing")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", broken)
+    words = "a compiler that works (RuntimeError)"
+    assert resolve_compile(None, gpt(), on(CPU), 10) == ("off", words)
+    # a resume may be on another machine
+    assert resolve_compile("model", gpt(), on(CPU)) == ("off", words)
 
 
 def test_ddp_cuts_no_compiled_block():

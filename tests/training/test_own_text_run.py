@@ -42,7 +42,7 @@ def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, cap
     assert first.endswith(f"; expect about {forecast['bits_per_byte']:.1f} bits per byte")
     print_forecast(run)
     expected, *_ = capsys.readouterr().out.splitlines()
-    assert expected.startswith(f"expected: about {forecast['bits_per_byte']:.1f} bits per byte; by")
+    assert expected.startswith(f"expected: about {forecast['bits_per_byte']:.1f} bits per byte")
     changes = [int(percent) for percent in re.findall(r"([-+]\d+)%", expected)]
     assert len(changes) == 3
     assert changes == sorted(changes)
@@ -56,7 +56,8 @@ def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, cap
     assert again["optim"]["lr"] == recorded["optim"]["lr"]
     assert [event["step"] for event in events(run, "start")] == [0, 6]
     print_forecast(run)
-    assert capsys.readouterr().out.splitlines()[-1] == expected
+    longer = capsys.readouterr().out.splitlines()[-1]
+    assert " bits per byte by 0.0M tokens, " in longer, "half as much again was trained on"
     assert is_intact(run)
 
 
