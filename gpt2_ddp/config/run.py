@@ -34,7 +34,7 @@ class LoopConfig(Section):
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's
     overlap; auto, with a compiler: model for a GPT on one GPU, blocks on several; on CPUs the same
-    if `minutes` are at least 10; else off"""
+    if `minutes` are at least 20; else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False

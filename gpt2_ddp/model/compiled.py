@@ -20,9 +20,9 @@ AUTOTUNES_POINTWISE = False
 while it compiles."""
 
 
-PAYS_ON_CPUS = 10.0
-"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and a step
-is then 1.2 times as fast (docs/benchmarks.md)."""
+PAYS_ON_CPUS = 20.0
+"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and on most
+CPUs a step is then 1.2 times as fast (docs/benchmarks.md)."""
 
 
 class HasBlocks(Protocol):

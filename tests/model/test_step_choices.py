@@ -114,14 +114,14 @@ def test_what_is_compiled(monkeypatch):
     assert auto(model, on(CUDA, 2)) == ("blocks", None)
     assert auto(torch.nn.Linear(1, 1), on(CUDA)) == ("off", None)
     assert auto(model, on(CPU)) == ("off", None)
-    assert auto(model, on(CPU), 9.9) == ("off", None)
-    assert auto(model, on(CPU), 10) == ("model", None)
-    assert resolve_compile("off", model, on(CPU), 10) == ("off", None)
+    assert auto(model, on(CPU), 19.9) == ("off", None)
+    assert auto(model, on(CPU), 20) == ("model", None)
+    assert resolve_compile("off", model, on(CPU), 20) == ("off", None)
     assert resolve_compile("blocks", model, on(CUDA)) == ("blocks", None)
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "Triton")
     assert auto(model, on(CUDA)) == ("off", "Triton")
     assert auto(model, on(CPU)) == ("off", None)
-    assert auto(model, on(CPU), 10) == ("off", "Triton")
+    assert auto(model, on(CPU), 20) == ("off", "Triton")
 
 
 def test_a_compiler_that_fails_is_no_compiler(monkeypatch):
@@ -136,7 +136,7 @@ def test_a_compiler_that_fails_is_no_compiler(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", broken)
     words = "a compiler that works (RuntimeError)"
-    assert resolve_compile(None, gpt(), on(CPU), 10) == ("off", words)
+    assert resolve_compile(None, gpt(), on(CPU), 20) == ("off", words)
     # a resume may be on another machine
     assert resolve_compile("model", gpt(), on(CPU)) == ("off", words)
 
