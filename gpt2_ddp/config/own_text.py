@@ -69,7 +69,7 @@ DROPOUTS = ((6, 0.0), (15, 0.1), (math.inf, 0.2))
 MOST_PASSES = 40.0
 """Passes over the text after which a run ends, although time is left: it would learn the text by
 heart."""
-SMALLEST_BATCH = 2048
+SMALLEST_BATCH = 4096
 WORK_TOKENS = 4e6
 BATCH_GROWTH = 0.5
 """Tokens of a step, and their growth with the tokens of a run above so many."""

@@ -62,6 +62,7 @@ def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[
         **{theirs: values[name] for name, theirs in layout.shape.items()},
         **fixed_fields(config),
         **dict.fromkeys(layout.dropouts, config.dropout),
+        layout.attention_dropout: config.weights_dropout,
     }
 
 

@@ -201,6 +201,7 @@ class Attention(nn.Module):
         self.sizes = [config.n_embd, config.key_heads * size, config.key_heads * size]
         self.head_size = size
         self.dropout = config.dropout
+        self.weights_dropout = config.weights_dropout
         self.layer = layer
         self.shares_keys = config.key_heads < config.n_head
         self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=kind.norm is None)
@@ -224,7 +225,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache[self.layer, ..., -T:, :] = torch.stack((k, v))
             k, v = cache[self.layer]  # 2 x [B, K, S, Q]
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.weights_dropout if self.training else 0.0
         is_short = (
             q.device.type == "cpu"
             and q.dtype == torch.bfloat16

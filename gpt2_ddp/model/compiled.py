@@ -21,8 +21,8 @@ while it compiles."""
 
 
 PAYS_ON_CPUS = 20.0
-"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and on most
-CPUs a step is then 1.2 times as fast (docs/benchmarks.md)."""
+"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and a step
+is then 1.2 times as fast on most CPUs (docs/benchmarks.md)."""
 
 
 class HasBlocks(Protocol):

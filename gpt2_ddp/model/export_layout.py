@@ -16,6 +16,7 @@ class ExportLayout(NamedTuple):
         fixed: further fields of config.json, each with the only value that `GPT` computes.
             `transformers_layout.fixed_fields` adds those that follow from the shape.
         dropouts: fields of config.json that have `model.dropout`.
+        attention_dropout: the one for attention weights.
         modules: our module -> transformers' modules, whose matrices stand one below the other in
             ours. A module of a block has its name within the block.
         blocks: transformers' list of blocks.
@@ -29,6 +30,7 @@ class ExportLayout(NamedTuple):
     shape: Mapping[str, str]
     fixed: Mapping[str, object]
     dropouts: Sequence[str]
+    attention_dropout: str
     modules: Mapping[str, Sequence[str]]
     blocks: str
     transposes: bool = False
@@ -52,7 +54,8 @@ GPT2_EXPORT = ExportLayout(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
-    dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    dropouts=("resid_pdrop", "embd_pdrop"),
+    attention_dropout="attn_pdrop",
     modules={
         "wte": ["transformer.wte"],
         "wpe": ["transformer.wpe"],
@@ -90,7 +93,8 @@ LLAMA_EXPORT = ExportLayout(
         "use_sliding_window": False,
         "final_logit_softcapping": None,
     },
-    dropouts=("attention_dropout",),
+    dropouts=(),
+    attention_dropout="attention_dropout",
     modules={
         "wte": ["model.embed_tokens"],
         "ln_f": ["model.norm"],

@@ -230,9 +230,10 @@ class GPT(nn.Module):
 
     def _masks_blocks(self, tokens: Tensor) -> bool:
         """Whether the attention mask of int64 [B, T] is one of blocks: in compiled training without
-        dropout."""
+        dropout of attention weights."""
         is_whole = tokens.size(1) % MASK_BLOCK == 0 and not self.activation_checkpointing
-        is_compiling = torch.compiler.is_compiling() and not (self.training and self.config.dropout)
+        drops = self.training and self.config.weights_dropout
+        is_compiling = torch.compiler.is_compiling() and not drops
         return tokens.device.type in BLOCK_MASKS_ON and is_compiling and is_whole
 
     def _logits(self, x: Tensor) -> Tensor:

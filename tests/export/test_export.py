@@ -98,14 +98,17 @@ def test_transformers_does_with_it_what_the_model_does(
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     tokenizer, file = tokenizer_of(name, corpus, tmp_path)
-    model = tiny(tokenizer.vocab_size, dropout=0.1, block_size=48, **SHAPES[kind]).eval()
+    sizes = {"block_size": 48, **SHAPES[kind]}
+    model = tiny(tokenizer.vocab_size, dropout=0.1, attention_dropout=0.05, **sizes).eval()
     place = checkpoint_of(model, tokenizer, file, tmp_path)
     assert exported(place, tmp_path / "made") == 0
     assert "bit for bit" in capsys.readouterr().out
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     dropouts = {name for name in theirs.config.to_dict() if re.search("_(dropout|pdrop)$", name)}
-    assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
+    found = {name: getattr(theirs.config, name) for name in dropouts}
+    ours = {"attn_pdrop": 0.05, "attention_dropout": 0.05}
+    assert found == {name: ours.get(name, 0.1) for name in dropouts}
     shape = theirs.config.vocab_size, theirs.config.max_position_embeddings, theirs.dtype
     assert shape == (tokenizer.vocab_size, 48, torch.float32)
     encoder = AutoTokenizer.from_pretrained(tmp_path / "made")

@@ -170,6 +170,7 @@ WITHOUT_BLOCKS = {
     "not compiled": ({}, 48),
     "a window of part of a block": ({}, 40),
     "dropout": ({"dropout": 0.1}, 48),
+    "dropout of attention weights": ({"attention_dropout": 0.1}, 48),
     "recomputed": ({}, 48),
 }
 

@@ -2,9 +2,11 @@
 transformers' models."""
 
 import math
+import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from close import assert_close, distance, float64
 from models import random_tokens, tiny
 from torch.nn.functional import cross_entropy
@@ -55,6 +57,38 @@ def test_activation_checkpointing_changes_no_gradient(architecture, dropout):
     plain = gradients(False)
     recomputed = gradients(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dropout", "attention_dropout", "drawn"),
+    [(0.0, None, 0), (0.2, None, 3), (0.2, 0.0, 2), (0.0, 0.2, 1)],
+)
+def test_attention_weights_have_a_dropout_of_their_own(
+    dropout, attention_dropout, drawn, monkeypatch
+):
+    """Of embeddings and residual branches it is another."""
+    places = set()
+    plain_dropout, plain_attention = F.dropout, F.scaled_dot_product_attention
+
+    def dropped(x, p=0.5, training=True):
+        if p and training:
+            places.add(sys._getframe(1).f_code.co_qualname.split(".")[0])
+        return plain_dropout(x, p, training)
+
+    def attended(*tensors, dropout_p=0.0, **options):
+        if dropout_p:
+            places.add("weights")
+        return plain_attention(*tensors, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(F, "dropout", dropped)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attended)
+    model = tiny(dropout=dropout, attention_dropout=attention_dropout)
+    model(random_tokens(65), random_tokens(65))
+    assert ("weights" in places) == (drawn in (1, 3))
+    assert ({"Attention", "MLP"} <= places) == (drawn in (2, 3))
+    places.clear()
+    model.eval()(random_tokens(65), random_tokens(65))
+    assert not places
 
 
 def test_initial_weights():
