@@ -44,16 +44,31 @@ def settle_own_text(
     Collective: the main process measures, unless a machine is given, and counts. Raises:
     UserError."""
     measured = machine or on_main(partial(this_machine, accelerator))
-    manifests = on_every_rank(lambda: [read_manifest(Path(path)) for path in config.data.paths])
-    tokens = sum(manifest.tokens("train") for manifest in manifests)
-    text = Text(max(tokens, 1), manifests[0].vocab_size)
-    choice = on_every_rank(lambda: choose(config, text, measured))
+    choice = on_every_rank(lambda: complete(config, measured))
+    manifests = read_manifests(config)
     forecast = on_main(partial(foretell, choice, manifests))
-    line = describe(choice, text, sum(map(text_bytes, manifests)))
+    line = describe(choice, text_of(manifests), sum(map(text_bytes, manifests)))
     if forecast:
         line += f"; expect about {forecast.bits_per_byte:.1f} bits per byte"
     print_line(line)
     return Completed(choice.config, forecast)
+
+
+def complete(config: TrainingConfig, machine: Machine) -> Choice[TrainingConfig]:
+    """What the rule chooses for the text of the configuration's folders. Raises: UserError for a
+    folder without shards, and for given fields that contradict each other."""
+    return choose(config, text_of(read_manifests(config)), machine)
+
+
+def read_manifests(config: TrainingConfig) -> list[Manifest]:
+    """The manifests of a run's folders. Raises: UserError for a folder without shards."""
+    return [read_manifest(Path(path)) for path in config.data.paths]
+
+
+def text_of(manifests: Sequence[Manifest]) -> Text:
+    """The text of all folders together."""
+    tokens = sum(manifest.tokens("train") for manifest in manifests)
+    return Text(max(tokens, 1), manifests[0].vocab_size)
 
 
 def foretell(choice: Choice[TrainingConfig], manifests: Sequence[Manifest]) -> Forecast | None:
