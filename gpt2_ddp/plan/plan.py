@@ -40,6 +40,7 @@ from gpt2_ddp.training.memory import (
     Setting,
     choose_micro_batch,
     estimate,
+    keeping_weights,
     largest_micro_batch,
     other_ways,
     setting_of,
@@ -473,6 +474,7 @@ def build_plan(
         recorded = seen.task.recorded_micro_batch if seen.task else None
         size = choose_micro_batch(setting, machine.memory, recorded)
     setting = replace(setting, micro_batch=split_batch(windows, processes, size))
+    setting = keeping_weights(setting, machine.memory)
     return Plan(
         config=config,
         machine=machine,

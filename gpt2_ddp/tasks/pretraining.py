@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -26,8 +25,6 @@ from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import (
     LONGEST,
     check_ranks_agree,
-    control_group,
-    gather,
     on_every_rank,
     on_main,
 )
@@ -35,7 +32,7 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
 from gpt2_ddp.evaluation.evaluate import BATCH, IGNORED, EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.evaluation.items import ItemSet, answer, judge, load_sets, notes_on
-from gpt2_ddp.model.compiled import is_compiled, resolve_compile
+from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.generate import Sampling, sample_texts
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
@@ -50,8 +47,9 @@ from gpt2_ddp.training.memory import (
     choose_micro_batch,
     divisions,
     fits,
+    least_memory,
     other_ways,
-    setting_of,
+    run_setting,
     usable_memory,
 )
 from gpt2_ddp.training.optimizer import lr_at
@@ -346,24 +344,7 @@ class Pretraining(Task[TrainingConfig]):
 
     def _memory_setting(self) -> Setting | None:
         """Inputs of the memory estimate; None for a model of one's own."""
-        model = self.model
-        if not isinstance(model, GPT):
-            return None
-        config = self.config
-        accelerator = self.accelerator
-        if config.train.compile == "auto":
-            scope, _ = resolve_compile(None, model, accelerator)
-            train = config.train.model_copy(update={"compile": scope})
-            config = config.model_copy(update={"train": train})
-        setting = setting_of(
-            config,
-            model,
-            accelerator.device.type,
-            accelerator.num_processes,
-            accelerator.mixed_precision,
-        )
-        background = config.checkpoint.background is not False
-        return replace(setting, background=background, validates=self.validates)
+        return run_setting(self.config, self.model, self.accelerator, self.validates)
 
     def _settle_micro_batch(self) -> int:
         """The number of `train.micro_batch_size`, which replaces `auto` in the configuration.
@@ -375,8 +356,7 @@ class Pretraining(Task[TrainingConfig]):
         setting = self._memory_setting()
         if setting is None:
             raise UserError("train.micro_batch_size", "auto", "needs a GPT; set a number")
-        device = self.accelerator.device
-        memory = min(gather(lambda: usable_memory(device), control_group()))
+        memory = least_memory(self.accelerator.device)
         before = self.recorded_micro_batch
         size = choose_micro_batch(setting, memory, before)
         if size != before:

@@ -4,26 +4,36 @@ it, `train.micro_batch_size: auto` is a number, and a training that does not fit
 On CPUs the estimate was within 20 % of the measured peaks; docs/plan.md compares it with GPUs.
 """
 
-# torch is typed in part
-# pyright: reportUnknownMemberType=false
+# accelerate has no type stubs, and torch is typed in part
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.distributed.environment import free_memory, processes_here
+from gpt2_ddp.distributed.ranks import control_group, gather
 from gpt2_ddp.evaluation.evaluate import BATCH
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
+from gpt2_ddp.model.compiled import resolve_compile
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
 from gpt2_ddp.model.loss import FUSED_ON, IN_PARTS_ON, MOST_LOGITS, PART
 from gpt2_ddp.model.optim import build_optimizer, state_names
 
 ROOM = 0.9
 """Largest estimate of a micro-batch that is chosen, as a share of the memory."""
+KEEP_ROOM = 0.75
+"""Largest estimate of a sharded training that keeps gathered weights, as a share of the memory.
+On several GPUs, these estimates have not been compared with a training."""
+KEEPS_WEIGHTS_ON: tuple[str, ...] = ("cuda",)
+"""Types of devices on which a sharded training may keep gathered weights. They save the gathering
+in each backward pass, and in each micro-batch but the first."""
 CPU_TOKENS = 16_384
 """Most tokens of a micro-batch that is chosen on a CPU, which larger ones do not make faster."""
 
@@ -47,6 +57,7 @@ class Setting:
         micro_batch: windows per forward pass in training.
         background: whether checkpoints are written from a copy in host memory.
         validates: whether there are evaluations.
+        keeps_weights: with fsdp, whether gathered weights stay until a step's last backward pass.
     """
 
     config: TrainingConfig
@@ -61,6 +72,7 @@ class Setting:
     micro_batch: int = 1
     background: bool = False
     validates: bool = True
+    keeps_weights: bool = False
 
     @property
     def number_bytes(self) -> int:
@@ -129,6 +141,8 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     if is_sharded:
         root = setting.parameters - layers * setting.block
         at_once = 2 if setting.kind == "cuda" else 1
+        if setting.keeps_weights:
+            at_once = layers
         read = {"gathered weights": float(setting.number_bytes * (root + at_once * setting.block))}
         accumulates = config.global_batch_windows > setting.processes * setting.micro_batch
         if not accumulates:  # a block's, and the others', before their sum
@@ -245,6 +259,11 @@ def usable_memory(device: torch.device) -> float:
     return free_memory() / processes_here()
 
 
+def least_memory(device: torch.device) -> float:
+    """The least `usable_memory` of all ranks. Collective."""
+    return min(gather(lambda: usable_memory(device), control_group()))
+
+
 def divisions(setting: Setting) -> Iterator[int]:
     """The micro-batches into which a step may be divided, from the largest one down to 1."""
     windows = setting.config.global_batch_windows
@@ -254,6 +273,33 @@ def divisions(setting: Setting) -> Iterator[int]:
         size = split_batch(windows, processes, size)
         yield size
         size -= 1
+
+
+def run_setting(
+    config: TrainingConfig, model: nn.Module, accelerator: Accelerator, validates: bool = True
+) -> Setting | None:
+    """Setting of a run on this machine, for a micro-batch of 1; None for a model of one's own."""
+    if not isinstance(model, GPT):
+        return None
+    if config.train.compile == "auto":
+        scope, _ = resolve_compile(None, model, accelerator)
+        train = config.train.model_copy(update={"compile": scope})
+        config = config.model_copy(update={"train": train})
+    kind = accelerator.device.type
+    setting = setting_of(
+        config, model, kind, accelerator.num_processes, accelerator.mixed_precision
+    )
+    background = config.checkpoint.background is not False
+    return replace(setting, background=background, validates=validates)
+
+
+def keeping_weights(setting: Setting, memory: float) -> Setting:
+    """The setting of a sharded training that keeps gathered weights, if that fits `KEEP_ROOM` of so
+    many bytes; else the setting as it is."""
+    if setting.config.launch.parallel != "fsdp" or setting.kind not in KEEPS_WEIGHTS_ON:
+        return setting
+    kept = replace(setting, keeps_weights=True)
+    return kept if fits(kept, setting.micro_batch, KEEP_ROOM * memory) else setting
 
 
 def largest_micro_batch(setting: Setting, memory: float) -> int:

@@ -15,15 +15,16 @@ from gpt2_ddp.config.saved import with_recorded
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.loss import PART
-from gpt2_ddp.tasks import pretraining
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import memory as memory_module
 from gpt2_ddp.training.memory import (
     CPU_TOKENS,
+    KEEP_ROOM,
     ROOM,
     choose_micro_batch,
     divisions,
     estimate,
+    keeping_weights,
     largest_micro_batch,
     setting_of,
 )
@@ -95,6 +96,21 @@ def test_the_loss_in_parts_takes_the_memory_of_a_part():
     assert plain == 12 * 2048 * 32 * 512
 
 
+def test_gathered_weights_are_kept_where_they_fit():
+    """Sharded training on GPUs, in three quarters of the memory."""
+    inputs = setting(processes=4)
+    launch = inputs.config.launch.model_copy(update={"parallel": "fsdp"})
+    sharded = replace(inputs, config=inputs.config.model_copy(update={"launch": launch}))
+    kept = replace(sharded, keeps_weights=True)
+    memory = estimate(kept).peak / KEEP_ROOM
+    assert keeping_weights(sharded, 1.0001 * memory) == kept
+    assert keeping_weights(sharded, 0.9999 * memory) == sharded
+    assert keeping_weights(inputs, 1e15) == inputs
+    on_cpu = replace(sharded, kind="cpu")
+    assert keeping_weights(on_cpu, 1e15) == on_cpu
+    assert estimate(kept).parts["gathered weights"] == 2 * sharded.parameters
+
+
 AUTO = {"train.micro_batch_size": "auto"}
 
 
@@ -109,14 +125,14 @@ def set_free(windows):
     """Makes room for micro-batches of so many windows, as if each took a byte and nothing else
     did."""
     memory_module.estimate = lambda inputs: SimpleNamespace(peak=float(inputs.micro_batch))
-    pretraining.usable_memory = lambda device: windows / ROOM
+    memory_module.usable_memory = lambda device: windows / ROOM
 
 
 @pytest.fixture
 def free(monkeypatch):
     """`set_free` for this test."""
     monkeypatch.setattr(memory_module, "estimate", memory_module.estimate)
-    monkeypatch.setattr(pretraining, "usable_memory", pretraining.usable_memory)
+    monkeypatch.setattr(memory_module, "usable_memory", memory_module.usable_memory)
     return set_free
 
 
