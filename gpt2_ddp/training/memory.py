@@ -21,7 +21,7 @@ from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import control_group, gather
 from gpt2_ddp.evaluation.evaluate import BATCH
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
-from gpt2_ddp.model.compiled import resolve_compile
+from gpt2_ddp.model.compiled import PAYS_ON_CPUS, resolve_compile
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
 from gpt2_ddp.model.loss import FUSED_ON, IN_PARTS_ON, MOST_LOGITS, PART
 from gpt2_ddp.model.optim import build_optimizer, state_names
@@ -281,11 +281,14 @@ def run_setting(
     """Setting of a run on this machine, for a micro-batch of 1; None for a model of one's own."""
     if not isinstance(model, GPT):
         return None
+    kind = accelerator.device.type
     if config.train.compile == "auto":
-        scope, _ = resolve_compile(None, model, accelerator)
+        # a CPU's compiler is tried later, which takes seconds
+        scope = "model" if (config.train.minutes or 0) >= PAYS_ON_CPUS else "off"
+        if kind != "cpu":
+            scope, _ = resolve_compile(None, model, accelerator)
         train = config.train.model_copy(update={"compile": scope})
         config = config.model_copy(update={"train": train})
-    kind = accelerator.device.type
     setting = setting_of(
         config, model, kind, accelerator.num_processes, accelerator.mixed_precision
     )
