@@ -25,8 +25,8 @@ evaluation and scores of tasks, and with different blocks these for each. More e
 
 
 PAYS_ON_CPUS = 20.0
-"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and on most
-CPUs a step is then 1.2 times as fast (docs/benchmarks.md)."""
+"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and on
+most CPUs a step is then 1.2 times as fast (docs/benchmarks.md)."""
 
 
 class HasBlocks(Protocol):
