@@ -85,8 +85,6 @@ FEWEST_WARM_UP = 12
 EVALUATIONS = 8
 ROWS = 80
 """Evaluations and rows of a run."""
-MICRO_BATCH = 16_384
-"""Most tokens of a micro-batch."""
 
 
 class Text(NamedTuple):
@@ -246,7 +244,7 @@ def _step(
     fewest = FEWEST_WARM_UP if has_time else 1
     return {
         "train.global_batch_tokens": batch,
-        "train.micro_batch_size": max(1, MICRO_BATCH // context),
+        "train.micro_batch_size": "auto",
         "optim.lr": LR * scale,
         "optim.muon_lr": MUON_LR,
         "optim.warmup_steps": max(round(steps * WARM_UP), fewest),

@@ -12,6 +12,8 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
 TrainingT = TypeVar("TrainingT", bound=TrainingConfig)
+SETTLED_AGAIN = "train.micro_batch_size"
+"""The field of `CHOSEN` for which each start keeps the recorded number, if that fits its memory."""
 CONFIGS: dict[str, type[RunConfig]] = {
     config.kind: config for config in (TrainingConfig, *JobConfig.__subclasses__())
 }
@@ -56,7 +58,10 @@ def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
     lengths = set(config.alternatives[0])
     if not lengths.isdisjoint(given):  # one of three is given: the others stay null
         names -= lengths
-    recorded = nested({name: before[name] for name in sorted(names)})
+    recorded = {name: before[name] for name in sorted(names)}
+    if SETTLED_AGAIN in names:
+        recorded[SETTLED_AGAIN] = "auto"
+    recorded = nested(recorded)
     sections = {
         name: type(section).model_validate(section.model_dump() | recorded.get(name, {}))
         for name, section in config

@@ -296,9 +296,10 @@ class TrainConfig(LoopConfig):
     resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
-    micro_batch_size: PositiveInt = 16
+    micro_batch_size: PositiveInt | Literal["auto"] = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's
-    windows; plan.py shows what fits a GPU"""
+    windows; auto: as many as fit 90% of the free memory by the estimate of plan.py, on a CPU at
+    most 16,384 tokens; config.yaml has the number, which a resume keeps while it fits"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more
     arithmetic"""

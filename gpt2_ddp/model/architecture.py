@@ -147,13 +147,18 @@ class Context(NamedTuple):
         mask: of attention, bool [B, 1, T, T] or its blocks; None: causal.
         cache: keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the layers write those of
             the last T.
-        values: value embeddings [B, T, K·Q] of each layer.
+        values: value embeddings [B, T, K·Q] of each layer; for a block, of its own layer alone.
     """
 
     rotation: Rotation | None = None
     mask: "Tensor | BlockMask | None" = None
     cache: Tensor | None = None
     values: Sequence[Tensor] = ()
+
+    def of(self, layer: int) -> "Context":
+        """What the block of this layer knows. It has no number to look up, which would compile a
+        graph of its own for each block."""
+        return self._replace(values=self.values[layer : layer + 1]) if self.values else self
 
 
 def rotation(config: ModelConfig, positions: Tensor) -> Rotation:
@@ -216,7 +221,7 @@ class Attention(nn.Module):
         rotation, mask, cache, values = context
         q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # [B, T, C], 2 x [B, T, K·Q]
         if values:
-            v = v + values[self.layer].type_as(v)
+            v = v + values[0].type_as(v)
         q, k, v = (y.view(B, T, -1, self.head_size) for y in (q, k, v))  # [B, T, H or K, Q]
         if rotation:
             q = self._rotated(q.float(), self.q_norm, rotation).type_as(v)

@@ -19,7 +19,9 @@ AUTOTUNES_POINTWISE = False
 """Whether inductor measures several shapes of blocks for each kernel that is no matrix product,
 while it compiles."""
 
-
+MOST_GRAPHS = 64
+"""Most graphs of the code of a compiled block, and of the head: one for each of training,
+evaluation and scores of tasks, and with different blocks these for each. More end the run."""
 PAYS_ON_CPUS = 20.0
 """Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and a step
 is then 1.2 times as fast on most CPUs (docs/benchmarks.md)."""
@@ -116,6 +118,10 @@ def compiled(model: nn.Module, scope: str) -> nn.Module:
     if scope == "blocks":
         # it would cut each block by DDP's buckets, as if it were the model
         torch._dynamo.config.optimize_ddp = False
+        # the blocks share one code, and those of a model of one's own may need a graph each
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        # rather than run them without a compiler, with no word
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         cast("HasBlocks", model).compile_blocks()
     if scope == "model":
         return cast(nn.Module, torch.compile(model, dynamic=False))

@@ -133,8 +133,9 @@ def next_logits(model: GPT, rows: Tensor, cache: Tensor) -> Tensor:
     positions = torch.arange(begin, rows.size(1), device=rows.device)[None]  # [1, t]
     x = model.embed(tokens, before, positions)
     context = model.context(tokens, positions, cache=cache)
-    for block in model.h:
-        x = block.forward(x, context)  # not compiled, as shapes change with each token
+    for layer, block in enumerate(model.h):
+        # not compiled, as shapes change with each token
+        x = block.forward(x, context.of(layer))
     return model.head(x[:, -1])
 
 

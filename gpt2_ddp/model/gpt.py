@@ -143,11 +143,11 @@ class GPT(nn.Module):
             x = x.bfloat16()  # the residual stream, as with sharded weights: half the bytes
         x = F.dropout(x, self.config.dropout, self.training)
         context = self.context(tokens, positions, mask)
-        for block in self.h:
+        for layer, block in enumerate(self.h):
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, context, use_reentrant=False)
+                x = checkpoint(block, x, context.of(layer), use_reentrant=False)
             else:
-                x = block(x, context)
+                x = block(x, context.of(layer))
         if targets is None:
             return self.head(x)[..., : self.vocab_size]
         return self.loss(x, targets, reduction)

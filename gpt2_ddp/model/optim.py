@@ -197,10 +197,11 @@ def orthogonal_updates(
     direction: Callable[[int], Tensor],
     dtype: torch.dtype,
     sent_dtype: torch.dtype,
-) -> list[Tensor]:
+) -> Iterator[Tensor]:
     """The orthogonalized `direction` of each parameter; of a sharded one, this rank's rows. Each
     rank computes some and sends them. So ranks share the work, and stay replicas although
-    processors round differently. Computes in `dtype`, sends `sent_dtype`."""
+    processors round differently. Computes in `dtype`, sends `sent_dtype`. All are sent at once:
+    whoever takes one waits for that one alone. Collective."""
     mesh = parameters[0].device_mesh["shards"] if hasattr(parameters[0], "device_mesh") else None
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if mesh:
@@ -212,25 +213,71 @@ def orthogonal_updates(
         # a cast copy is half of the bytes
         matrices = torch.stack([direction(n).to(dtype) for n in batch])
         computed |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
-    updates = []
+    sent: list[Sent] = []
     for n, parameter in enumerate(parameters):
         update = computed.get(n)
+        if mesh:
+            sent.append(divided(update, parameter, sent_dtype, mesh, n % world))
+            continue
         if update is None:
             update = torch.empty(parameter.shape, dtype=sent_dtype, device=parameter.device)
-        if mesh:
-            update = divided(update, mesh, n % world)
-        elif world > 1:
-            dist.broadcast(update, n % world)
-        updates.append(update)
-    return updates
+        work = dist.broadcast(update, n % world, async_op=True) if world > 1 else None
+        sent.append(Sent(update, work))
+    return (arrived(update) for update in sent)
 
 
-def divided(tensor: Tensor, mesh: "DeviceMesh", source: int) -> Tensor:
-    """This rank's rows of the tensor of the rank `source`."""
-    # heavy: only a sharded run has it
-    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415
+class Sent(NamedTuple):
+    """A tensor that is under way.
 
-    return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=source).to_local()
+    Attributes:
+        work: None for one that is here.
+        rows: how many belong to it; those after them are padding. None: all.
+    """
+
+    tensor: Tensor
+    work: dist.Work | None
+    rows: int | None = None
+
+
+def arrived(sent: Sent) -> Tensor:
+    """The tensor, once it is here. A GPU waits, and not the host."""
+    if sent.work:
+        sent.work.wait()
+    return sent.tensor[: sent.rows]
+
+
+def part_rows(parameter: Tensor, mesh: "DeviceMesh") -> int:
+    """Rows of each part of a sharded parameter, of which the last parts have fewer or none."""
+    return -(-len(parameter) // mesh.size())
+
+
+def padded(part: Tensor, rows: int) -> Tensor:
+    """The part of a tensor with so many rows: collectives send equal parts."""
+    if len(part) == rows:
+        return part.contiguous()
+    whole = part.new_zeros(rows, *part.shape[1:])
+    whole[: len(part)] = part
+    return whole
+
+
+def divided(
+    update: Tensor | None,
+    parameter: Tensor,
+    dtype: torch.dtype,
+    mesh: "DeviceMesh",
+    source: int,
+) -> Sent:
+    """This rank's rows of the update of the rank `source`, which alone has it. Collective."""
+    rows = part_rows(parameter, mesh)
+    shape = (rows, *parameter.shape[1:])
+    parts = None
+    if update is not None:
+        parts = [padded(part, rows) for part in update.split(rows)]
+        parts += [update.new_zeros(shape)] * (mesh.size() - len(parts))
+    received = torch.empty(shape, dtype=dtype, device=parameter.device)
+    group = mesh.get_group()
+    work = dist.scatter(received, parts, group=group, group_src=source, async_op=True)
+    return Sent(received, work, len(local(parameter)))
 
 
 def gathered(
@@ -239,16 +286,23 @@ def gathered(
     dtype: torch.dtype,
     mesh: "DeviceMesh",
 ) -> dict[int, Tensor]:
-    """The whole directions that this rank orthogonalizes. All ranks gather one after the other."""
-    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  as above
-
-    whole = {}
+    """The whole directions that this rank orthogonalizes, of which each rank sends its rows. No
+    rank receives another's. Collective."""
+    group = mesh.get_group()
+    pending: list[tuple[dist.Work | None, Tensor]] = []  # what is sent stays alive until it is
+    received: dict[int, list[Tensor]] = {}
     for n, parameter in enumerate(parameters):
-        layout = {"shape": parameter.shape, "stride": parameter.stride()}
-        full = DTensor.from_local(direction(n).to(dtype), mesh, [Shard(0)], **layout).full_tensor()
-        if n % mesh.size() == mesh.get_local_rank():
-            whole[n] = full
-    return whole
+        part = padded(direction(n).to(dtype), part_rows(parameter, mesh))
+        owner = n % mesh.size()
+        parts = None
+        if owner == mesh.get_local_rank():
+            parts = received[n] = [torch.empty_like(part) for _ in range(mesh.size())]
+        work = dist.gather(part, parts, group=group, group_dst=owner, async_op=True)
+        pending.append((work, part))
+    for work, _ in pending:
+        if work:
+            work.wait()
+    return {n: torch.cat(parts)[: len(parameters[n])] for n, parts in received.items()}
 
 
 class MuonAdamW(without_dynamo(AdamW)):

@@ -32,10 +32,19 @@ from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
 from gpt2_ddp.output import check_can_make
-from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.gpus import GPUS, peak_flops
+from gpt2_ddp.training.memory import (
+    Memory,
+    Setting,
+    choose_micro_batch,
+    estimate,
+    keeping_weights,
+    largest_micro_batch,
+    other_ways,
+    setting_of,
+)
 from gpt2_ddp.training.start import OpenRun, open_run
 from gpt2_ddp.training.throughput import device_name
 
@@ -311,15 +320,8 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """The most windows of a micro-batch that fit a process's memory, up to the configured
-        number; 0: none fits."""
-        config = self.config
-        processes = min(self.machine.processes, config.global_batch_windows)
-        for size in range(config.train.micro_batch_size, 0, -1):
-            micro_batch = split_batch(config.global_batch_windows, processes, size)
-            if estimate(replace(self.setting, micro_batch=micro_batch)).peak <= self.machine.memory:
-                return micro_batch
-        return 0
+        """The most windows of a micro-batch that fit a process's memory; 0: none fits."""
+        return largest_micro_batch(self.setting, self.machine.memory)
 
     @property
     def keep_last(self) -> int:
@@ -467,9 +469,12 @@ def build_plan(
         setting = replace(setting, base=base)
     windows = config.global_batch_windows
     processes = min(machine.processes, windows)  # more are refused
-    setting = replace(
-        setting, micro_batch=split_batch(windows, processes, config.train.micro_batch_size)
-    )
+    size = config.train.micro_batch_size
+    if size == "auto":
+        recorded = seen.task.recorded_micro_batch if seen.task else None
+        size = choose_micro_batch(setting, machine.memory, recorded)
+    setting = replace(setting, micro_batch=split_batch(windows, processes, size))
+    setting = keeping_weights(setting, machine.memory)
     return Plan(
         config=config,
         machine=machine,
@@ -532,20 +537,7 @@ def _what_fits(plan: Plan) -> str:
         return "the host has no memory for the copy; --checkpoint.background false fits"
     if plan.largest:
         return f"--train.micro_batch_size {plan.largest} fits"
-    config = plan.config
-    least = estimate(replace(plan.setting, micro_batch=1)).peak
-    is_sharded = config.launch.parallel == "fsdp"
-    flags: list[str] = []
-    if not config.train.activation_checkpointing:
-        flags.append("--train.activation_checkpointing true")
-    if not is_sharded and plan.machine.processes > 1:
-        flags.append("--launch.parallel fsdp")
-    hint = ""
-    if flags:
-        hint = f"; try {' and '.join(flags)}"
-    elif is_sharded:
-        hint = "; use more GPUs"
-    return f"a micro-batch of 1 takes {least / 1e9:,.2f} GB{hint}"
+    return other_ways(plan.setting)
 
 
 def _disk_fits(plan: Plan) -> str:

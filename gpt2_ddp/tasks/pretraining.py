@@ -22,7 +22,12 @@ from gpt2_ddp.data.mixture import MixedOrder, check_resumed_data, phases_of, sin
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory, processes_here
-from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.distributed.ranks import (
+    LONGEST,
+    check_ranks_agree,
+    on_every_rank,
+    on_main,
+)
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
 from gpt2_ddp.evaluation.evaluate import BATCH, IGNORED, EvalSet, Evaluation, evaluate, mixed
@@ -36,6 +41,17 @@ from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
 from gpt2_ddp.tasks.user_task import Code, make
 from gpt2_ddp.training.branch import advise_branch
 from gpt2_ddp.training.initial_weights import load_initial_weights
+from gpt2_ddp.training.memory import (
+    ROOM,
+    Setting,
+    choose_micro_batch,
+    divisions,
+    fits,
+    least_memory,
+    other_ways,
+    run_setting,
+    usable_memory,
+)
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.own_text import settle_own_text
 from gpt2_ddp.training.run_length import settle_minutes
@@ -82,12 +98,9 @@ class Pretraining(Task[TrainingConfig]):
     def _divide_step(self) -> None:
         """Sets what follows from the context and the batch. Raises: UserError if a step cannot be
         divided among the ranks."""
-        config = self.config
-        self.units_per_item = config.model.block_size
+        self.units_per_item = self.config.model.block_size
         if self.accelerator:
-            windows = config.global_batch_windows
-            processes = self.accelerator.num_processes
-            self.micro_batch = split_batch(windows, processes, config.train.micro_batch_size)
+            split_batch(self.config.global_batch_windows, self.accelerator.num_processes, 1)
 
     @property
     def _has_own_schedule(self) -> bool:
@@ -317,10 +330,59 @@ class Pretraining(Task[TrainingConfig]):
     def _load_initial_weights(self) -> None:
         self.initial = load_initial_weights(self.config, self.model, self.tokenizer)
 
+    @property
+    def recorded_micro_batch(self) -> int | None:
+        """`train.micro_batch_size` of the run that is resumed, or of a branch's parent; None for a
+        new run."""
+        if not self._saved:
+            return None
+        recorded: int | str = self._saved.config["train"]["micro_batch_size"]
+        if isinstance(recorded, int):
+            return recorded
+        data = self._saved.state.task  # an early release recorded `auto`
+        return data.micro_batch if isinstance(data, GPTData) else None
+
+    def _memory_setting(self) -> Setting | None:
+        """Inputs of the memory estimate; None for a model of one's own."""
+        return run_setting(self.config, self.model, self.accelerator, self.validates)
+
+    def _settle_micro_batch(self) -> int:
+        """The number of `train.micro_batch_size`, which replaces `auto` in the configuration.
+        Collective. Raises: UserError for `auto` and a model of one's own."""
+        config = self.config
+        given = config.train.micro_batch_size
+        if given != "auto":
+            return given
+        setting = self._memory_setting()
+        if setting is None:
+            raise UserError("train.micro_batch_size", "auto", "needs a GPT; set a number")
+        memory = least_memory(self.accelerator.device)
+        before = self.recorded_micro_batch
+        size = choose_micro_batch(setting, memory, before)
+        if size != before:
+            change = f"was {before}, which no longer fits; it is now" if before else "is"
+            free = f"{memory / 1e9:,.1f} GB are free"
+            print_line(f"note: train.micro_batch_size {change} {size}, by an estimate; {free}")
+        train = config.train.model_copy(update={"micro_batch_size": size})
+        self.config = config.model_copy(update={"train": train})
+        return size
+
+    def less_memory(self) -> str:
+        setting = self._memory_setting()
+        if setting is None:
+            return super().less_memory()
+        room = ROOM * usable_memory(self.accelerator.device)
+        smaller = (size for size in divisions(setting) if size < self.micro_batch)
+        fitting = next((size for size in smaller if fits(setting, size, room)), None)
+        return f"use {fitting}" if fitting else other_ways(setting)
+
     def build_feed(self) -> None:
-        """Makes `feed`."""
+        """Chooses the micro-batch, and makes `feed`. Collective."""
         accelerator = self.accelerator
-        shares = partial(interleaved, accelerator.num_processes, self.micro_batch)
+        size = self._settle_micro_batch()
+        processes = accelerator.num_processes
+        self.micro_batch = split_batch(self.config.global_batch_windows, processes, size)
+        shares = partial(interleaved, processes, self.micro_batch)
         batch = GlobalBatch(self.config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(self.order, batch, self.corpus.source, accelerator)
 

@@ -12,6 +12,7 @@ afterwards.
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -31,6 +32,7 @@ from gpt2_ddp.distributed.ranks import from_main, let_wait, on_every_rank
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.records.metrics import Metrics
 from gpt2_ddp.training.ddp import Replicated
+from gpt2_ddp.training.memory import keeping_weights, least_memory, run_setting
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import Task
 
@@ -42,7 +44,7 @@ ANSWERS = {
     "FSDP_VERSION": ("2", "only version 2 is supported"),
     "FSDP_RESHARD_AFTER_FORWARD": (
         "true",
-        "weights that a block has gathered are freed after its forward pass",
+        "weights that a block has gathered are kept after its forward pass only if all fit",
     ),
     "FSDP_OFFLOAD_PARAMS": ("false", "weights stay on the devices"),
     "FSDP_AUTO_WRAP_POLICY": (
@@ -114,6 +116,7 @@ class Sharded(Replicated):
     def __init__(self, accelerator: Accelerator, config: TrainingConfig):
         self.accelerator = accelerator
         self.keeps_gradients = False
+        self.keeps_weights = False
         replicas = config.launch.replicas
         shards = count_shards(accelerator.num_processes, replicas)
         if accelerator.mixed_precision == "fp16":
@@ -146,8 +149,11 @@ class Sharded(Replicated):
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+        self.keeps_weights = self._fits_whole(task)
         for module in (*blocks(model), model):
-            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+            # None: only the last module's stay gathered between forward and backward pass
+            reshards = False if self.keeps_weights else None
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshards)
         # buffers that no checkpoint has were made on the CPU; to_empty would lose their values
         made = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
         model.to_empty(device=self.accelerator.device)
@@ -165,6 +171,17 @@ class Sharded(Replicated):
         optimizer = accelerator.prepare_optimizer(task.build_optimizer(), device_placement=False)
         return prepared, cast(AcceleratedOptimizer, optimizer)
 
+    def _fits_whole(self, task: Task[RunConfig]) -> bool:
+        """Whether gathered weights fit the memory besides the rest. Collective."""
+        config = task.config
+        assert isinstance(config, TrainingConfig), "others are not sharded"
+        setting = run_setting(config, task.model, self.accelerator)
+        memory = least_memory(self.accelerator.device)
+        if setting is None:
+            return False
+        _, rows = task.feed.micro_batches
+        return keeping_weights(replace(setting, micro_batch=rows), memory).keeps_weights
+
     @contextmanager
     def evaluating(self, model: nn.Module) -> Generator[nn.Module]:
         try:
@@ -177,19 +194,30 @@ class Sharded(Replicated):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
         sharded = cast(FSDPModule, model)
-        sharded.set_requires_gradient_sync(False)
+        self._set_last(sharded, False)
         yield
-        sharded.set_requires_gradient_sync(True)
+        self._set_last(sharded, True)
+
+    def _set_last(self, model: FSDPModule, is_last: bool) -> None:
+        """Says whether the next backward pass is the last one of a step, which adds up the
+        gradients of the ranks. Only after it are weights freed that stay gathered."""
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        if self.keeps_weights:
+            model.set_reshard_after_backward(is_last)
 
     @torch.no_grad()
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         gradients = [self.local(p.grad) for p in parameters if p.grad is not None]
-        square = nn.utils.get_total_norm(gradients) ** 2
+        # of an empty list, torch's norm is on the CPU, which NCCL refuses
+        square = torch.zeros((), device=self.accelerator.device)
+        if gradients:
+            square = nn.utils.get_total_norm(gradients) ** 2
         dist.all_reduce(square, group=self.shards)
         norm = square.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
+        if gradients:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore  a stub without tensors
         return norm
 
     def local(self, tensor: Tensor) -> Tensor:

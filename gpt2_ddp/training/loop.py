@@ -11,7 +11,8 @@ train           opens, builds and starts a run, and finishes it
 
 import math
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -79,15 +80,12 @@ def train(config: ConfigT, make_task: MakeTask[ConfigT], on_row: OnRow | None = 
         if run.is_complete:
             finish_complete(run)
         else:
-            with start(build(run), on_row) as training:
+            with within_memory(run):
+                trainer = build(run)
+            with start(trainer, on_row) as training:
                 stop = training.stop
-                try:
+                with within_memory(run):
                     outcome, reason = train_loop(training)
-                except torch.OutOfMemoryError as error:
-                    size = run.task.feed.micro_batches[1]
-                    advice = "halve it, or see docs/faq.md for other ways"
-                    hint = f"needs more than the GPU's memory; {advice}"
-                    raise UserError("train.micro_batch_size", size, hint) from error
                 finish(training, outcome, reason)
         result = Result(
             outcome=outcome,
@@ -100,6 +98,18 @@ def train(config: ConfigT, make_task: MakeTask[ConfigT], on_row: OnRow | None = 
     if stop and outcome == "stopped" and stop.is_of_other_machines():
         raise SystemExit(STOPPED)
     return result
+
+
+@contextmanager
+def within_memory(run: OpenRun) -> Generator[None]:
+    """Raises: UserError with what to do, if what is inside needs more than the GPU's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        size = run.task.feed.micro_batches[1]
+        advice = f"{run.task.less_memory()}, or see docs/faq.md for other ways"
+        hint = f"needs more than the GPU's memory; {advice}"
+        raise UserError("train.micro_batch_size", size, hint) from error
 
 
 Ending = tuple[Outcome, str]

@@ -115,6 +115,11 @@ class Task(ABC, Generic[ConfigT]):
         """Changes the model after each step, also a skipped one. The change must follow from the
         weights and from buffers of the model, which checkpoints hold, and be equal on all ranks."""
 
+    def less_memory(self) -> str:
+        """What to do with `train.micro_batch_size` if a step needs more than the GPU's memory, for
+        the line of an error."""
+        return "halve it"
+
     @abstractmethod
     def due(self, step: int, last: bool) -> Due:
         """The work that follows step `step`, equal on every rank. The last step saves."""

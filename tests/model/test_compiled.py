@@ -65,6 +65,8 @@ CASES = [
     pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=SLOW),
     pytest.param(1, "model", LLAMA | TASKS, marks=SLOW),
     pytest.param(2, "blocks", NANOCHAT, marks=SLOW),
+    # embeddings of values in more layers than Dynamo's usual limit of graphs
+    (1, "blocks", {"model.architecture": "speedrun", "model.n_layer": 9}),
 ]
 
 
@@ -90,3 +92,43 @@ def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, wo
 def test_going_back_compiles_nothing_anew(tiny_config, tmp_path):
     config = tiny_config({"train.compile": "model", "model.n_layer": 1, "optim.average": 0.3})
     assert run_ranks(graphs_of_a_training, 1, config, True) == [[(True, False)]]
+
+
+def blocks_that_differ():
+    """Runs compiled blocks with a graph each, more than there may be."""
+    import torch
+
+    from gpt2_ddp.model import compiled as module
+
+    class Numbered(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x):
+            return x * self.number
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.h = torch.nn.ModuleList(map(Numbered, range(9)))
+
+        def compile_blocks(self):
+            for block in self.h:
+                block.compile(dynamic=False, backend="eager")
+
+    def outputs():
+        torch._dynamo.reset()
+        model = module.compiled(Model(), "blocks")
+        return [block(torch.ones(2)).tolist() for block in model.h]
+
+    enough = outputs()
+    module.MOST_GRAPHS = 8
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        outputs()
+    return enough
+
+
+def test_more_graphs_than_the_limit_end_the_run():
+    """They would run without a compiler, and nothing would say so."""
+    assert run_ranks(blocks_that_differ, 1) == [[[float(n)] * 2 for n in range(9)]]

@@ -31,10 +31,10 @@ from gpt2_ddp.model.optim import (
     orthogonal,
     state_names,
 )
-from gpt2_ddp.plan.memory import setting_of
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.guard import Guard
+from gpt2_ddp.training.memory import setting_of
 from gpt2_ddp.training.optimizer import (
     GuardedOptimizer,
     lr_at,

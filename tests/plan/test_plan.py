@@ -30,11 +30,11 @@ from gpt2_ddp.config.saved import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.plan import memory as memory_module
-from gpt2_ddp.plan.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training import memory as memory_module
 from gpt2_ddp.training.gpus import GPUS
+from gpt2_ddp.training.memory import Setting, estimate, moments_of
 
 
 def everything(folder):
@@ -391,6 +391,28 @@ def test_what_does_not_fit_names_what_does():
     assert "--launch.parallel fsdp" in memory
     assert disk == f"DOES NOT FIT: at least {3 * plan.checkpoint / 1e9:.2f} GB are needed"
     assert fits_of(replace(plan_of(), free=10**12)) == ("fits", "fits")
+
+
+def test_auto_plans_the_largest_micro_batch_that_fits():
+    """The number that the plan names, where one is given that does not fit. On a machine without
+    enough memory it is 1."""
+    usual = {"steps": 100}
+    named = plan_of(train=usual | {"micro_batch_size": 512}, gpu="RTX 4090").largest
+    plan = plan_of(train=usual | {"micro_batch_size": "auto"}, gpu="RTX 4090")
+    assert (plan.setting.micro_batch, plan.fits) == (named, True)
+    assert 0.5 < plan.memory.peak / plan.machine.memory < 0.9
+    small = plan_of(train=usual | {"micro_batch_size": "auto"}, gpu_memory=1)
+    assert (small.setting.micro_batch, small.fits) == (1, False)
+    resumed = SimpleNamespace(
+        recorded_micro_batch=8,
+        corpus=SimpleNamespace(validation={"a": (1.0, range(1000))}),
+        manifest=SimpleNamespace(vocab_size=50_257),
+        epoch_size=10**6,
+        total_steps=lambda windows: 100,
+        make_model=lambda vocab_size: GPT(ModelConfig(), vocab_size),
+    )
+    plan = plan_of(train=usual | {"micro_batch_size": "auto"}, seen=Seen(task=resumed))
+    assert plan.setting.micro_batch == 8
 
 
 def test_no_rate_is_assumed_for_a_narrow_model():

@@ -38,7 +38,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.state import Pending, Progress
 from gpt2_ddp.training import loop
 from gpt2_ddp.training.loop import Result, finish_pending, train_step
-from gpt2_ddp.training.optimizer import lr_at
+from gpt2_ddp.training.optimizer import GuardedOptimizer, lr_at
 
 
 def losses(run):
@@ -190,9 +190,19 @@ def test_a_step_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
     )
     gpt = training_config(corpus, tmp_path / "gpt", {"train.micro_batch_size": 8})
     job = job_config("regression", tmp_path / "job", {"train.micro_batch_size": 8})
-    for config in (gpt, job):
-        expect_error("train.micro_batch_size = 6: .* memory; halve it", train, config)
+    for config, advice in ((gpt, "use 4"), (job, "halve it")):
+        expect_error(f"train.micro_batch_size = 6: .* memory; {advice}, or", train, config)
         assert status(tmp_path / config.output_dir / "run")["state"] == "failed"
+
+
+def test_a_model_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
+    """Before the first step, and with the smallest micro-batch, the line says what else would
+    help."""
+    full = MagicMock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(GuardedOptimizer, "__init__", full)
+    config = training_config(corpus, tmp_path, {"train.micro_batch_size": 1})
+    ways = "a micro-batch of 1 takes .* GB; try --train.activation_checkpointing true, or"
+    expect_error(f"train.micro_batch_size = 1: needs more than .* memory; {ways}", train, config)
 
 
 def assert_alike(rows, others):

@@ -50,6 +50,7 @@ def test_a_run_records_numbers_and_is_resumed_with_them(config_of, tmp_path, cap
     assert recorded["own_text"] is False
     assert recorded["model"]["architecture"] == "qwen3"
     assert recorded["model"]["block_size"] == 16
+    assert recorded["train"]["micro_batch_size"] == 4  # all of the step
     train(config_of(**{"train.steps": "9"}, **ends))  # the machine is faster now
     again = yaml.safe_load((run / "config.yaml").read_text())
     assert again["model"] == recorded["model"]

@@ -5,8 +5,10 @@ import os
 import resource
 import signal
 import threading
+from collections import Counter
 from functools import partial
 from itertools import cycle, product
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -37,6 +39,7 @@ from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.optim import OPTIMIZERS
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop
+from gpt2_ddp.training.fsdp import Sharded
 
 SLOW = pytest.mark.slow
 
@@ -368,6 +371,124 @@ def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
         for number, rank in enumerate(found):  # glibc keeps some
             assert rank["start"] - rank["before"] < 382 * (not number) + 382 / processes + 150
     assert max(rank[what] for rank in found for what in ("save", "load")) < 11 + 30
+
+
+def collectives_of_a_step(config, keeps=False):
+    """Takes two steps, of three micro-batches each. Of the second: how often weights were gathered
+    and gradients were reduced, how often FSDP ended its backward pass, and the loss of each."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    from gpt2_ddp.training import memory
+
+    memory.KEEPS_WEIGHTS_ON = ("cpu",) if keeps else ()
+    counts = Counter()
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    count(groups, "foreach_all_gather")
+    count(groups, "foreach_reduce")
+    count(groups.FSDPParamGroup, "finalize_backward")
+    with built(config) as trainer:
+        losses = []
+        for _ in range(2):
+            counts.clear()
+            result = loop.train_step(trainer)
+            losses.append(result.losses["loss"].item())
+        counts["weights of a group that stay gathered"] = sum(
+            group.is_unsharded
+            for module in (*trainer.run.task.model.h, trainer.run.task.model)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+        )
+    return dict(counts), losses
+
+
+def test_weights_that_fit_are_gathered_once_a_step(text, tmp_path):
+    """Otherwise in each forward and backward pass, but once in both for what is no block. Only the
+    last backward pass sums gradients and ends. Losses are the same bits."""
+    more = FSDP | {"model.n_layer": 3, "train.global_batch_tokens": 192}
+    configs = [
+        cell(
+            text, tmp_path / str(keeps), "gpt2", "adamw", 2, **more | {"train.micro_batch_size": 1}
+        )
+        for keeps in (False, True)
+    ]
+    usual, keeping = (
+        run_ranks(collectives_of_a_step, 2, config, keeps) for keeps, config in enumerate(configs)
+    )
+    for (freed, losses), (kept, same) in zip(usual, keeping, strict=True):
+        assert freed["foreach_all_gather"] == 3 * (2 * 3 + 1)
+        assert kept["foreach_all_gather"] == 3 + 1
+        assert losses == same
+        for counts in (freed, kept):
+            assert counts["foreach_reduce"] == counts["finalize_backward"] == 3 + 1
+            assert counts["weights of a group that stay gathered"] == 0
+
+
+def test_the_norm_of_no_gradients_is_on_the_device(monkeypatch):
+    """NCCL refuses tensors of the CPU."""
+    devices = []
+
+    def all_reduce(tensor, group):
+        devices.append(tensor.device.type)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    strategy = object.__new__(Sharded)
+    strategy.accelerator = SimpleNamespace(device=torch.device("meta"))
+    strategy.shards = None
+    assert strategy.clip([], 1.0).shape == ()
+    assert devices == ["meta"]
+
+
+def order_of_muon(config):
+    """Of one step: collectives of Muon in the order in which they start (with their tensors' rows)
+    and in which they are waited for."""
+    found = []
+
+    def record(name):
+        function = getattr(torch.distributed, name)
+
+        def start(tensor, *args, **kwargs):
+            work = function(tensor, *args, **kwargs)
+            if not kwargs.get("async_op"):
+                return work
+            number = len(found)
+            found.append(name)
+
+            def wait():
+                found.append(number)
+                return work.wait()
+
+            return SimpleNamespace(wait=wait)
+
+        setattr(torch.distributed, name, start)
+
+    with built(config) as trainer:
+        for name in ("broadcast", "gather", "scatter", "all_gather_into_tensor", "all_gather"):
+            record(name)
+        trainer.warm_up()
+        loop.train_step(trainer)
+        matrices = len(trainer.optimizer.plain.param_groups[-1]["params"])
+    return matrices, found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_muon_sends_all_matrices_before_it_waits_for_one(text, tmp_path, way):
+    """With fsdp, each matrix goes to the rank that orthogonalizes it, and to no other."""
+    config = cell(text, tmp_path, "gpt2", "muon", 2, **{"launch.parallel": way})
+    for matrices, found in run_ranks(order_of_muon, 2, config):
+        assert matrices == 8
+        if way == "ddp":
+            assert found == ["broadcast"] * 8 + [*range(8)]
+        else:
+            first = ["gather"] * 8 + [*range(8)]
+            assert found == first + ["scatter"] * 8 + [*range(16, 24)]
 
 
 def flip_on_rank(config, rank):
