@@ -185,7 +185,9 @@ def command_of(script: Path) -> tuple[type[Command], Default] | None:
         return None
     found: list[Any] = []
     kept = script_module.run_command
-    script_module.run_command = lambda command, main, default=None: found.append((command, default))
+    script_module.run_command = lambda command, main, default=None, **others: found.append(
+        (command, default)
+    )
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:

@@ -52,7 +52,8 @@ def help_text(
             continue
         section = name.rpartition(".")[0]
         if section != before:
-            parts += ["", f"{section}: {sections(command)[section].__doc__}"]
+            about = sections(command)[section].__doc__ or "settings of the class"
+            parts += ["", f"{section}: {about}"]
             before = section
         default = _as_text(defaults.get(name, field.default)) or "none"
         text = f"{field.description or ''} (default: {default})"
