@@ -123,7 +123,7 @@ def check_declared(settings: object, class_name: str) -> None:
         if not all(map(_is_type_of_setting, kinds_of(field.annotation))):
             hint = f"its setting {name} has another type than {TYPES}"
             raise UserError("task", class_name, hint)
-    defaults = settings.model_construct().model_dump(mode="json")
+    defaults = {name: field.default for name, field in settings.model_fields.items()}
     with_settings(Command, settings).model_validate({OWN: defaults})
 
 
