@@ -139,6 +139,8 @@ def table(fields: Iterable[tuple[str, FieldInfo]]) -> str:
     lines = [
         row(name, field) for name, field in fields if not field.is_required() or "." not in name
     ]
+    if not lines:
+        return "Each class declares its own; `--help --task FILE.py:CLASS` lists them."
     return "\n".join(["| flag | values | default | meaning |", "|---|---|---|---|", *lines])
 
 

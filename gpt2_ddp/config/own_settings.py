@@ -30,7 +30,7 @@ TYPES = "int, float, str, bool, Literal of words, tuple of these, or one of them
 
 
 class OwnConfig(Section):
-    """Settings of a class of one's own, under the names that it declares (docs/extend.md)"""
+    """Settings of a class of one's own, under the names that it declares"""
 
     model_config = ConfigDict(extra="allow")
 
