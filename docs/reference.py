@@ -139,6 +139,8 @@ def table(fields: Iterable[tuple[str, FieldInfo]]) -> str:
     lines = [
         row(name, field) for name, field in fields if not field.is_required() or "." not in name
     ]
+    if not lines:
+        return "Each class declares its own; `--help --task FILE.py:CLASS` lists them."
     return "\n".join(["| flag | values | default | meaning |", "|---|---|---|---|", *lines])
 
 
@@ -185,7 +187,9 @@ def command_of(script: Path) -> tuple[type[Command], Default] | None:
         return None
     found: list[Any] = []
     kept = script_module.run_command
-    script_module.run_command = lambda command, main, default=None: found.append((command, default))
+    script_module.run_command = lambda command, main, default=None, **others: found.append(
+        (command, default)
+    )
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         train,
         verify,
     )
+    from gpt2_ddp.config.base import Section
     from gpt2_ddp.config.training import TrainingConfig
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.pretraining import Pretraining
@@ -43,6 +44,7 @@ _MODULES = {
     "TrainingConfig": "config.training",
     "UserError": "errors",
     "Pretraining": "tasks.pretraining",
+    "Section": "config.base",
 }
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
 from typing import NoReturn
 
+from gpt2_ddp.config.base import Section
 from gpt2_ddp.config.cli import C, Default, load
 from gpt2_ddp.distributed.environment import (
     DIVERGED,
@@ -29,7 +31,10 @@ the run."""
 
 
 def run_command(
-    command: type[C], main: Callable[[C], object] | str, default: Default = None
+    command: type[C],
+    main: Callable[[C], object] | str,
+    default: Default = None,
+    settings_of: str = "",
 ) -> NoReturn:
     """The body of every script: parses `sys.argv`, calls `main` and exits.
 
@@ -41,6 +46,8 @@ def run_command(
         main: the work, or its name, `module:function`. It is imported after `--help`, which stays
             fast.
         default: preset without `--config`.
+        settings_of: name of the function that returns the settings of the class in `--task`, for
+            the help.
     """
     faulthandler.enable(2)  # a library that crashes is found by the calls on stderr
     with exit_on_signal(print_line), standard_streams():
@@ -48,7 +55,8 @@ def run_command(
         if under_launcher() or CHILD in os.environ:
             end_with_parent(signal.SIGTERM)
         try:
-            config = load(command, sys.argv[1:], default)
+            find_settings = partial(_call, settings_of) if settings_of else None
+            config = load(command, sys.argv[1:], default, find_settings)
             check_launcher()
             if command.in_one_process and is_one_of_several():
                 if os.environ["LOCAL_RANK"] != "0":
@@ -68,6 +76,11 @@ def run_command(
             if main_process:
                 wait_for_end(main_process, RECORD_SECONDS)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _call(function: str, task: str) -> type[Section]:
+    """The result of `function`, `module:function`, which is imported now."""
+    return resolve_name(function)(task)
 
 
 def is_one_of_several() -> bool:

@@ -13,4 +13,9 @@ from gpt2_ddp.config.training import training_default
 from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
-    run_command(PlanConfig, "gpt2_ddp.plan.plan:show_plan", default=training_default)
+    run_command(
+        PlanConfig,
+        "gpt2_ddp.plan.plan:show_plan",
+        default=training_default,
+        settings_of="gpt2_ddp.tasks.pretraining:settings_of",
+    )

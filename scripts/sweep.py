@@ -23,8 +23,9 @@ from signal import Signals
 from types import FrameType
 from typing import NamedTuple
 
-from gpt2_ddp.config.base import flat
-from gpt2_ddp.config.cli import load, read_yaml
+from gpt2_ddp.config.base import Section, flat
+from gpt2_ddp.config.cli import load, read_yaml, split_flags
+from gpt2_ddp.config.own_settings import NO_CLASS, settle
 from gpt2_ddp.config.own_text import CHOSEN, given_fields
 from gpt2_ddp.config.plan import SweepConfig
 from gpt2_ddp.config.saved import with_recorded
@@ -80,7 +81,23 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
         flags = [*shared, "--run_name", folder.name, "--seed", str(seed), *words]
         preset = training_default({"data.path": " ".join(config.data.path), **dict(chosen)})
         members.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
+        check_settings(members[-1])
     return members
+
+
+def check_settings(member: Member) -> None:
+    """Raises: UserError for settings that the class of the flag --task does not have, or refuses.
+    The class that only a file names, and what it has, a run checks."""
+    config = member.config
+    if not config.own.given:
+        return
+    task = split_flags(TrainingConfig, member.flags).values.get("task")
+    if isinstance(task, str):
+        from gpt2_ddp.tasks.pretraining import settings_of
+
+        settle(config.own, settings_of(task), task.rpartition(":")[2])
+    elif not config.task:
+        settle(config.own, Section, NO_CLASS)
 
 
 def settled(members: list[Member], at_once: int) -> list[Member]:
@@ -235,4 +252,9 @@ def main(config: SweepConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(SweepConfig, main, default=training_default)
+    run_command(
+        SweepConfig,
+        main,
+        default=training_default,
+        settings_of="gpt2_ddp.tasks.pretraining:settings_of",
+    )

@@ -43,4 +43,9 @@ def main(config: TrainingConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(TrainingConfig, main, default=training_default)
+    run_command(
+        TrainingConfig,
+        main,
+        default=training_default,
+        settings_of="gpt2_ddp.tasks.pretraining:settings_of",
+    )

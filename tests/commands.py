@@ -57,19 +57,26 @@ def without_report(*words, start=process.run_module, **options):
         start(*words, **options)
 
 
-def run_script(name, arguments):
-    """Runs a script as `python scripts/name.py arguments`;
-    returns its exit code and what it wrote to stderr."""
+def run_and_read(name, arguments):
+    """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote
+    to stdout and to stderr."""
     sys.argv = [f"{name}.py", *arguments]
+    out = io.StringIO()
     errors = io.StringIO()
-    outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())
+    outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out)
     with outputs[0], outputs[1], mock.patch.object(process, "run_module", without_report):
         try:
             runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
             code = 0
         except SystemExit as end:
             code = end.code or 0
-    return code, errors.getvalue()
+    return code, out.getvalue(), errors.getvalue()
+
+
+def run_script(name, arguments):
+    """Runs a script as `run_and_read`; returns its exit code and what it wrote to stderr."""
+    code, _, errors = run_and_read(name, arguments)
+    return code, errors
 
 
 def last_of_each(words):

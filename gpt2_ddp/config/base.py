@@ -101,6 +101,11 @@ class Section(BaseModel):
                 check_name(item)
         return check_limits(handler(value))
 
+    def may_change(self, name: str, before: object, step: int) -> bool:
+        """Whether a field that a resume keeps may differ from `before`, its recorded value in
+        JSON's types: True if no step up to `step` depends on it."""
+        return False
+
 
 class Command(Section):
     """The whole configuration of one script."""
@@ -154,6 +159,15 @@ def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInf
         else:
             fields.append((prefix + name, field))
     return fields
+
+
+def open_sections(command: type[Command]) -> tuple[str, ...]:
+    """What the names of fields begin with in sections that take any name, like `own.`."""
+    return tuple(
+        f"{name}."
+        for name, section in sections(command).items()
+        if section.model_config.get("extra") == "allow"
+    )
 
 
 def is_list(field: FieldInfo) -> bool:
@@ -227,6 +241,8 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 """Words for pydantic's bounds of numbers."""
 LENGTHS = {"min_length": "at least", "max_length": "at most"}
 """Words for its bounds of texts, in characters."""
+WRITTEN = {"value_error": "Value error, ", "assertion_error": "Assertion failed, "}
+"""Kinds of errors with a text of their own, and what pydantic writes before it."""
 WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -242,10 +258,12 @@ def describe(command: type[Command], error: ValidationError) -> list[str]:
             hint = _hint_for_value(command, name, fields[name], details)
         elif details["type"] == "extra_forbidden":
             hint = _hint_for_unknown(command, name, details["input"])
+        elif details["type"] in WRITTEN:  # by a rule for a whole section
+            hint = _written(details)
         else:
             name = parts[0]
             keys = [key.partition(".")[2] for key in fields if key.startswith(f"{name}.")]
-            hint = f"is a section; set its keys, like {name}.{keys[0]}"
+            hint = f"is a section; set its keys, like {name}.{(*keys, 'NAME')[0]}"
         messages.setdefault(name, UserError(name, shown(details["input"]), hint).mistakes[0])
     return [*messages.values()][:MOST]
 
@@ -286,8 +304,8 @@ def _problem(name: str, field: FieldInfo, details: ErrorDetails) -> str:
         if str in kinds:
             return f"needs a value; write one that begins with - as --{name}=VALUE"
         return "needs a value"
-    if kind == "value_error":
-        return details["msg"].removeprefix("Value error, ")
+    if kind in WRITTEN:
+        return _written(details)
     if kind == "extra_forbidden":
         return f"has the unknown key {details['loc'][-1]}; {wanted}"
     if kind == "finite_number":
@@ -299,6 +317,11 @@ def _problem(name: str, field: FieldInfo, details: ErrorDetails) -> str:
     if kind.endswith("_parsing") and begins_as_number and bool not in kinds:
         return f"{wanted}, {'in digits, like 1000000' if int in kinds else 'like 1000 or 1e-3'}"
     return wanted
+
+
+def _written(details: ErrorDetails) -> str:
+    """The problem in the words of the validator that found it."""
+    return details["msg"].removeprefix(WRITTEN[details["type"]])
 
 
 def shown(value: object) -> str:

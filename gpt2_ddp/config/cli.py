@@ -26,15 +26,18 @@ from gpt2_ddp.config.base import (
     Command,
     NoValue,
     OnlyFlag,
+    Section,
     check_name,
     flat,
     is_list,
     kinds_of,
     leaves,
     nested,
+    open_sections,
     sections,
 )
 from gpt2_ddp.config.help import help_text, other_file
+from gpt2_ddp.config.own_settings import OWN, with_settings
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import DEEPEST, check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -58,8 +61,17 @@ Default = str | Callable[[Mapping[str, Any]], str] | None
 returns the file for the given flags."""
 
 
-def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
-    """The validated configuration of a command line.
+SettingsOf = Callable[[str], type[Section]]
+"""Returns the settings of the class that a flag --task names."""
+
+
+def load(
+    command: type[C],
+    argv: Sequence[str],
+    default: Default = None,
+    settings_of: SettingsOf | None = None,
+) -> C:
+    """The validated configuration of a command line. `settings_of`: for the help of a class.
 
     Raises:
         UserError: all user errors, up to `MOST`; each names field, value and hint.
@@ -68,7 +80,13 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     if {"-h", "--help"}.intersection(argv):
         preset = _preset(default, {})
         defaults = flat(read_yaml(preset)) if preset else {}
-        print(help_text(command, preset, defaults, () if "all" in argv else command.first))
+        only = () if "all" in argv else command.first
+        task = split_flags(command, argv).values.get("task")
+        if settings_of and isinstance(task, str):
+            settings = settings_of(task)
+            command = with_settings(command, settings)
+            only = only and (*only, *(f"{OWN}.{name}" for name in settings.model_fields))
+        print(help_text(command, preset, defaults, only))
         sys.exit(0)
     words = [word for word in argv if word != "--print_config"]
     files, flags, mistakes = split_flags(command, words)
@@ -102,6 +120,8 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> Flags:
     `command.positional`."""
     fields = dict(leaves(command))
     lists = {name for name, field in fields.items() if is_list(field)}
+    # a class says later what its settings are
+    any_names = open_sections(command)
     flags: list[tuple[str, list[str]]] = []
     others: list[str] = []  # words that no flag takes
     before_others = ""  # the flag in front of the first of them
@@ -112,7 +132,7 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> Flags:
             name, equals, value = word.removeprefix("--").partition("=")
             words = [value] if equals else []
             flags.append((name, words))
-            room = len(argv) if name in lists else 1
+            room = len(argv) if name in lists or name.startswith(any_names) else 1
             if equals:
                 room = 0
         elif room:

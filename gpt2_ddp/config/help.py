@@ -52,7 +52,7 @@ def help_text(
             continue
         section = name.rpartition(".")[0]
         if section != before:
-            parts += ["", f"{section}: {sections(command)[section].__doc__}"]
+            parts += ["", _heading(command, section)]
             before = section
         default = _as_text(defaults.get(name, field.default)) or "none"
         text = f"{field.description or ''} (default: {default})"
@@ -60,6 +60,13 @@ def help_text(
     if only:
         parts += ["", f"--help all lists all {len(fields)} flags"]
     return "\n".join(parts)
+
+
+def _heading(command: type[Command], section: str) -> str:
+    """The line above the flags of a section; empty: those without one, after the others."""
+    if not section:
+        return "fields outside of the sections:"
+    return f"{section}: {sections(command)[section].__doc__ or 'settings of the class'}"
 
 
 def _as_text(value: object) -> str:

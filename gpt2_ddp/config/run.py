@@ -162,11 +162,6 @@ class RunConfig(Command):
         fast`."""
         return 512, 512
 
-    def may_change(self, name: str, before: object, step: int) -> bool:
-        """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends
-        on it."""
-        return False
-
     if TYPE_CHECKING:  # each kind declares its own sections, in its own order
         optim: ClipConfig
         train: LoopConfig

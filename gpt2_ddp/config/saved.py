@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2_ddp.config.base import Command, Section, flat, nested
+from gpt2_ddp.config.base import Command, Section, flat, nested, open_sections
 from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.own_settings import OWN
 from gpt2_ddp.config.own_text import CHOSEN, given_fields
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -43,6 +44,8 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]
         name: default if given.get(name, "") == "" else given[name]
         for name, default in values.items()
     }
+    any_names = open_sections(command)
+    kept |= {name: value for name, value in given.items() if name.startswith(any_names)}
     return nested(kept)
 
 
@@ -52,7 +55,7 @@ def with_recorded(config: TrainingT, saved: Mapping[str, Any]) -> TrainingT:
     resumes a run that an earlier release began with another preset."""
     given = given_fields(config)
     before = flat(complete(type(config), saved))
-    kept = tuple(f"{part}." for part in config.kept if part != "seed")
+    kept = tuple(f"{part}." for part in (*config.kept, OWN) if part != "seed")
     names = {name for name in before if name in CHOSEN or f"{name}.".startswith(kept)}
     names -= given.keys()
     lengths = set(config.alternatives[0])

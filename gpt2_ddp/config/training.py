@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from gpt2_ddp.config.base import Count, Fraction, Section, Size, Text, check_url
+from gpt2_ddp.config.own_settings import OwnConfig
 from gpt2_ddp.config.own_text import FEWEST_WARM_UP, TYPICAL_MACHINE, TYPICAL_TEXT, choose
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
@@ -397,8 +398,8 @@ class TrainingConfig(RunConfig):
     (docs/own-text.md); the run's config.yaml has their values"""
     task: TaskName | None = None
     """FILE.py:CLASS or MODULE:CLASS, a subclass of `Pretraining` (docs/extend.md); checkpoints
-    record its file, and a resume takes it from there; null: Pretraining, or the class that the run
-    recorded"""
+    record its file, and a resume takes it from there; its settings are flags --own.NAME, which
+    `--help --task FILE.py:CLASS` lists; null: Pretraining, or the class that the run recorded"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
@@ -408,6 +409,7 @@ class TrainingConfig(RunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TextTrackingConfig = TextTrackingConfig()
     launch: ParallelConfig = ParallelConfig()
+    own: OwnConfig = OwnConfig()
 
     @property
     def inherited(self) -> set[str]:

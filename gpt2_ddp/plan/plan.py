@@ -65,6 +65,7 @@ class Seen:
 
     Attributes:
         mistakes: user errors, as the lines printed after `error:`.
+        kind: class of the task; Pretraining after most user errors.
         task: with its data open; None for missing data, and after most user errors.
         model: the settled model section; None after most user errors.
         step: of the checkpoint to resume.
@@ -72,6 +73,7 @@ class Seen:
     """
 
     mistakes: list[str] = field(default_factory=list)
+    kind: type[Pretraining] = Pretraining
     task: Pretraining | None = None
     model: ModelConfig | None = None
     step: int = 0
@@ -103,6 +105,8 @@ def preflight(config: TrainingConfig, processes: int, speed: float | None = None
             _check_folder(Path(config.output_dir, config.run_name))
             with open_run(config, make_task, lock=False) as run:
                 assert isinstance(run.config, TrainingConfig)
+                assert isinstance(run.task, Pretraining)
+                seen.kind = type(run.task)
                 seen.model = run.config.model
                 seen.step = run.step
                 recipe_file = missing_data(config)
@@ -456,7 +460,7 @@ def build_plan(
     config = config.model_copy(update={"model": seen.model or config.model})
     corpus = describe_corpus(config, seen.task)
     with torch.device("meta"), without_init():
-        model = (seen.task or Pretraining(config)).make_model(corpus.vocab_size)
+        model = (seen.task or seen.kind(config)).make_model(corpus.vocab_size)
     setting = setting_of(config, model, machine.kind, machine.processes, precision)
     checkpoint = setting.checkpoint_bytes
     # elsewhere, machines with GPUs have cores and memory

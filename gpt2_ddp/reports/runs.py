@@ -143,7 +143,9 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     if not rows:
         hint = "has no complete row in metrics.jsonl yet; wait for one, or name another run"
         raise UserError("runs", folder, hint)
-    config = flat(_read(folder / CONFIG, lambda file: read_yaml(str(file)), notes))
+    content = _read(folder / CONFIG, lambda file: read_yaml(str(file)), notes)
+    # a section without settings is no field
+    config = {name: value for name, value in flat(content).items() if value != {}}
     events = [*filter(is_event, lines)]
     # runs of equal minutes belong together, whatever steps they had the time for
     for event in events:

@@ -4,7 +4,7 @@ from collections.abc import Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.format import Checkpoint
+from gpt2_ddp.config.base import Section, shown
+from gpt2_ddp.config.own_settings import (
+    OWN,
+    as_recorded,
+    changed,
+    check_declared,
+    recorded_settings,
+    settle,
+)
 from gpt2_ddp.config.own_text import Machine
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
@@ -38,7 +47,7 @@ from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
-from gpt2_ddp.tasks.user_task import Code, make
+from gpt2_ddp.tasks.user_task import Code, find, make
 from gpt2_ddp.training.branch import advise_branch
 from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.memory import (
@@ -61,6 +70,16 @@ TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
 
 
+SettingsT = TypeVar("SettingsT", bound=Section, covariant=True)
+
+
+class HasSettings(Protocol[SettingsT]):
+    """A task of a class with an inner class `Settings`."""
+
+    @property
+    def Settings(self) -> type[SettingsT]: ...
+
+
 class Pretraining(Task[TrainingConfig]):
     """Next-token training of a GPT; the loss is a mean over tokens.
 
@@ -70,8 +89,15 @@ class Pretraining(Task[TrainingConfig]):
     A subclass may replace `make_order`, `make_model`, `build_optimizer`, `schedule` and `loss`. The
     first, second and fourth depend on `config` and their arguments alone: other commands call them
     on a task without an accelerator.
+
+    A subclass may declare settings of its own by an inner class `Settings`, a `Section`.
+
+    Attributes:
+        Settings: the class of `settings`.
+        settings: those of this run, with the defaults of what it was not given.
     """
 
+    Settings: type[Section] = Section
     unit = "tokens"
     model: GPT  # a subclass's may be another module that is called like one
     code: Code | None = None
@@ -90,10 +116,53 @@ class Pretraining(Task[TrainingConfig]):
         self.accelerator = cast(Accelerator, accelerator)
         self._saved = saved
         self._needs_weights = bool(config.train.init_from) and not saved
+        self._settle_settings()
         if not config.own_text:
             self._divide_step()
         if saved and not self._has_own_schedule:
             self._check_learning_rate(saved)
+
+    @property
+    def settings(self: HasSettings[SettingsT]) -> SettingsT:
+        """The settings of the class, which flags `--own.NAME` give. Frozen."""
+        return cast(SettingsT, cast(Pretraining, self)._settings)
+
+    def _settle_settings(self) -> None:
+        """Makes `settings`, and completes `config.own`. Raises: UserError for unknown names, wrong
+        values, and for what a resume or a branch must not change."""
+        own = self.config.own
+        recorded = recorded_settings(self._saved.config) if self._saved else {}
+        # without an accelerator, the configuration is a run's: the class may have changed since
+        dropped = recorded if self.accelerator else own.given
+        kind = type(self)
+        self._settings = settle(own, kind.Settings, kind.__name__, dropped)
+        self.config = self.config.model_copy(update={OWN: as_recorded(self._settings)})
+        if self._saved:
+            self._check_settings(self._saved, recorded)
+
+    def _check_settings(self, saved: Checkpoint, recorded: dict[str, object]) -> None:
+        """Raises: UserError for settings that differ from those of the run, or of a new branch's
+        parent, unless the class allows it."""
+        changes = changed(self._settings, recorded, saved.step)
+        whose = "the run was started"
+        advice = "choose another run_name"
+        if self._is_new_branch(saved):
+            changes = [change for change in changes if change[0] in recorded]
+            whose = "the branch's parent was trained"
+            advice = "start a new run"
+        mistakes: list[str] = []
+        for name, now, before in changes:
+            restore = f"{whose} with {shown(before)}; restore it (--{OWN}.{name} {shown(before)})"
+            allow = "allow the change by may_change in Settings (docs/extend.md)"
+            hint = f"{restore}, {advice}, or {allow}"
+            mistakes += UserError(f"{OWN}.{name}", shown(now), hint).mistakes
+        if mistakes:
+            raise UserError.join(mistakes)
+
+    def _is_new_branch(self, saved: Checkpoint) -> bool:
+        """Whether `saved` is the parent of a branch that begins now."""
+        is_first = saved.step == saved.state.progress.first_step
+        return bool(self.config.train.branch_from) and is_first
 
     def _divide_step(self) -> None:
         """Sets what follows from the context and the batch. Raises: UserError if a step cannot be
@@ -118,7 +187,7 @@ class Pretraining(Task[TrainingConfig]):
         end = optim.decay_steps
         if not (steps and end and steps > max(end, saved.step) and optim.is_over(saved.step)):
             return
-        is_branch = bool(config.train.branch_from) and saved.step == saved.state.progress.first_step
+        is_branch = self._is_new_branch(saved)
         length = config.model_dump(mode="json")["train"]
         before = saved.config["train"]
         is_longer = any(length[name] != before.get(name) for name in ("steps", "epochs"))
@@ -492,6 +561,14 @@ def make_pretraining(
     if config.task or (isinstance(recorded, GPTData) and recorded.code):
         return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)
+
+
+def settings_of(name: str) -> type[Section]:
+    """The settings of the class that a flag --task names. Executes its code, which the flag
+    trusts. Raises: UserError."""
+    kind = find(name).load(Pretraining)
+    check_declared(kind.Settings, kind.__name__)
+    return kind.Settings
 
 
 def check_memory(

@@ -8,6 +8,7 @@ on. Other source in a run folder stays data.
 import ast
 import hashlib
 import inspect
+import linecache
 import os
 import sys
 import textwrap
@@ -58,6 +59,10 @@ class Code(NamedTuple):
         name = self.name.rpartition(":")[2]
         module = ModuleType(f"task_{self.sha256[:16]}")
         sys.modules[module.__name__] = module
+        # tracebacks and docstrings of fields are of this source, whatever the file has now
+        lines = self.source.decode(errors="replace").splitlines(keepends=True)
+        linecache.cache[self.place] = (len(self.source), None, lines, self.place)
+        module.__file__ = self.place
         try:
             exec(compile(self.source, self.place, "exec"), vars(module))
         except Exception as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint, list_checkpoints, step_of
 from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.config.own_settings import OWN, recorded_settings
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import differences
 from gpt2_ddp.config.training import OptimConfig, TrainingConfig
@@ -69,4 +70,6 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     )
     progress = Progress(step=parent.step, branched_from=branched_from)
     state = parent.state.model_copy(update={"progress": progress, "log": LogEnd()})
-    return replace(parent, state=state, config=config.model_dump(mode="json"))
+    # the class compares its settings with the parent's
+    own = recorded_settings(parent.config)
+    return replace(parent, state=state, config=config.model_dump(mode="json") | {OWN: own})

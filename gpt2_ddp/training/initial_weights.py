@@ -16,6 +16,8 @@ from torch import Tensor
 from gpt2_ddp.checkpoint.format import MODEL, Checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights, saved_tokenizer
 from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.config.base import shown
+from gpt2_ddp.config.own_settings import OWN, OwnConfig, recorded_settings
 from gpt2_ddp.config.saved import complete, differences
 from gpt2_ddp.config.training import WEIGHT_FIELDS, ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import local_copy, no_such_folder
 from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.state import GPTData
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
@@ -37,27 +40,44 @@ TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoin
 
 
 def settle_model(config: ConfigT, saved: Checkpoint | None, watchdog: Watchdog) -> ConfigT:
-    """The configuration whose inherited fields of the model section are those of `saved`, the
-    checkpoint to resume, or else of `train.init_from`. Collective. Raises: UserError, as
-    `find_model`."""
+    """The configuration whose inherited fields of the model section, and settings of the same class
+    of one's own, are those of `saved`, the checkpoint to resume, or else of `train.init_from`.
+    Collective. Raises: UserError, as `find_model`."""
 
-    def settled() -> ModelConfig:
-        inherited = _model_of(saved) if saved else find_model(config)
-        return config.with_model(inherited).model
+    def settled() -> tuple[ModelConfig, OwnConfig]:
+        source = saved or find_source(config)
+        has_class = bool(saved) or _class_of(source) == (config.task or "").rpartition(":")[2]
+        recorded = recorded_settings(source.config) if has_class else {}
+        own = OwnConfig.model_validate(recorded | config.own.given)
+        return config.with_model(_model_of(source)).model, own
 
     watchdog.heartbeat("importing", timeout=LONGEST.total_seconds())
-    model = on_main(settled)
+    model, own = on_main(settled)
     if config.inherited and not saved:
         size = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide"
         shape = f"{model.architecture}, {size}, context {model.block_size}"
         print_line(f"note: model from {config.train.init_from}: {shape}")
-    return config.model_copy(update={"model": model})
+    if own != config.own and not saved:
+        values = [f"{name} {shown(value)}" for name, value in own.given.items()]
+        print_line(f"note: settings from {config.train.init_from}: {', '.join(values)}")
+    return config.model_copy(update={"model": model, OWN: own})
+
+
+def _class_of(checkpoint: Checkpoint) -> str | None:
+    """The name of the class of one's own that a checkpoint records; None without one."""
+    task = checkpoint.state.task
+    return task.code.name.rpartition(":")[2] if isinstance(task, GPTData) and task.code else None
 
 
 def find_model(config: TrainingConfig) -> ModelConfig:
-    """The model section of `train.init_from`; imports a transformers model, and reads only small
-    files of a run. Raises: UserError if there is no such model, if `GPT` does not support it, or if
-    given fields differ."""
+    """The model section of `train.init_from`. Raises: UserError, as `find_source`."""
+    return _model_of(find_source(config))
+
+
+def find_source(config: TrainingConfig) -> Checkpoint:
+    """The checkpoint of `train.init_from`, not hashed; imports a transformers model, and reads only
+    small files of a run. Raises: UserError if there is no such model, if `GPT` does not support it,
+    or if given fields differ."""
     source = config.train.init_from or ""
     checkpoint_path = _checkpoint_path(config)
     is_run = checkpoint_path == Path(source)
@@ -78,7 +98,7 @@ def find_model(config: TrainingConfig) -> ModelConfig:
     ]
     if mistakes:
         raise UserError.join(mistakes)
-    return model
+    return checkpoint
 
 
 def load_initial_weights(

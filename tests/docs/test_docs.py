@@ -200,6 +200,10 @@ def write_more(folder):
     (folder / "mine.py").write_text(
         "from gpt2_ddp import Pretraining\n\n\nclass Mine(Pretraining): ...\n"
     )
+    (folder / "mixture.py").write_text(
+        "from gpt2_ddp import Pretraining, Section\n\n\nclass Mixture(Pretraining):\n"
+        "    class Settings(Section):\n        experts: int = 4\n"
+    )
 
 
 @pytest.mark.slow
