@@ -70,7 +70,8 @@ class Scale:
     def fractions(self, values: np.ndarray) -> np.ndarray:
         """Positions of values [n] along the axis [n]; 0 is its beginning, 1 its end."""
         if self.is_log:
-            return np.log(values / self.low) / math.log(self.high / self.low)
+            begin = math.log(self.low)
+            return (np.log(values) - begin) / (math.log(self.high) - begin)
         return (values - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
@@ -219,7 +220,7 @@ def _wider(low: float, high: float) -> Scale:
 def _padded(low: float, high: float, is_log: bool) -> Scale:
     """The y axis of values from `low` to `high`, with some room at its ends."""
     if is_log:
-        room = max(high / low, 1.01) ** 0.04
+        room = math.exp(max(math.log(high) - math.log(low), 0.01) * 0.04)
         return Scale(low / room, high * room, True)
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     return Scale(low if low == 0 else low - room, high + room)

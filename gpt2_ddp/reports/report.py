@@ -50,14 +50,17 @@ RELOADED = 30
 def report(config: ReportConfig) -> int:
     """The command: writes the report and prints its path; with `every`, again and again until the
     runs have ended."""
+    path = None
     while True:
         # again each time: a run at a URL has new rows
         runs = [Path(run) for run in with_local_runs(config).runs]
         # a run keeps its own report
         name = "comparison" if len(runs) > 1 and not config.output else "report"
         loaded = read_runs(runs)
-        path = write_records(loaded, Path(config.output or runs[0]), name, config.every)
-        print(path, flush=True)
+        written = write_records(loaded, Path(config.output or runs[0]), name, config.every)
+        if path is None:
+            print(written, flush=True)
+        path = written
         if config.every is None or not any(run.state in ALIVE for run in loaded):
             return 0
         time.sleep(config.every)
