@@ -267,13 +267,14 @@ def _path(curve: Curve, along: Scale, up: Scale, colors: Sequence[str]) -> str:
 
 
 def _symbol(mark: Mark, along: Scale, colors: Sequence[str], runs: int) -> str:
-    """A mark at the upper edge of the frame, with a line down; of several runs in their colours."""
+    """A mark at the upper edge of the frame, with a line down, except for bad steps, which may be
+    many; of several runs in their colours."""
     x = f"{100 * (mark.x - along.low) / (along.high - along.low):.2f}%"
     style = f' style="{color_of(mark.number, colors)}"' if runs > 1 else ""
     kind = mark.kind.replace(" ", "-")
+    line = "" if mark.kind == "bad steps" else f'<line x1="{x}" x2="{x}" y2="100%"/>'
     return (
-        f'<g class="mark {kind}"{style}><title>{escape(mark.text)}</title>'
-        f'<line x1="{x}" x2="{x}" y2="100%"/>'
+        f'<g class="mark {kind}"{style}><title>{escape(mark.text)}</title>{line}'
         f'<svg x="{x}" y="-6"><path d="{SYMBOLS[mark.kind]}"/></svg></g>'
     )
 

@@ -12,13 +12,17 @@ from gpt2_ddp.records.rows import field_of, is_own
 from gpt2_ddp.reports.chart import Chart, Curve, Mark, Style, color_of, dashes_of, symbol_icon
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.history import happenings
-from gpt2_ddp.reports.picture import COLORS, LABEL, PANELS, Along, axis_of
+from gpt2_ddp.reports.picture import COLORS, PANELS, Along, axis_of
 from gpt2_ddp.reports.runs import RunRecord, Series, series_of, share_tokens
 
 POINTS = 7000
 """About as many points are on a page, of all curves: some 25 bytes each."""
 MOST_CHARTS = 16
 """Most charts beside the loss; a class of one's own may have any number of numbers."""
+NAME = 72
+"""Most characters of a run's name."""
+LABEL = 120
+"""Most characters of a group in the legend."""
 MOST_TEXTS = 8
 """Most happenings of a kind that the page lists."""
 
@@ -117,7 +121,7 @@ class Curves:
     def _marks(self, run: RunRecord) -> Iterator[Mark]:
         for happening in happenings(run):
             (x,) = self.along(run, np.array([float(happening.step)]))
-            text = self._named(run, happening.text)
+            text = self._named(run, f"{happening.kind} {happening.text}")
             yield Mark(happening.kind, float(x), text, self.numbers[run])
 
     def _named(self, run: RunRecord, text: str) -> str:
@@ -171,4 +175,4 @@ def _item(line: str, name: str, style: str) -> str:
 
 def truncated(name: str) -> str:
     """A name on one line."""
-    return name if len(name) <= LABEL else f"{name[: LABEL // 2]} … {name[-LABEL // 2 :]}"
+    return name if len(name) <= NAME else f"{name[: NAME // 2]} … {name[-NAME // 2 :]}"

@@ -119,7 +119,7 @@ def _numbers(file: Path) -> int:
 
 def next_step(run: RunRecord) -> tuple[str, str]:
     """What to do next: a sentence, and a command, which may be empty."""
-    folder = shlex.quote(shown(run.folder))
+    folder = shlex.quote(shown_path(run.folder))
     script = "generate" if run.start.get("kind", "gpt2") == "gpt2" else "evaluate"
     ends = {
         "completed": ("Try the model:", f"{command_for(script)} {folder}"),
@@ -141,7 +141,7 @@ def next_step(run: RunRecord) -> tuple[str, str]:
     return "Its state is unknown:", f"{command_for('status')} {folder}"
 
 
-def shown(folder: Path) -> str:
+def shown_path(folder: Path) -> str:
     """The folder as a person here names it: below the current folder by its relative path."""
     relative = os.path.relpath(folder)
     return str(folder) if relative.startswith("..") else relative

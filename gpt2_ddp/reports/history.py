@@ -9,7 +9,7 @@ from gpt2_ddp.reports.runs import RunRecord, is_finite
 
 
 class Happening(NamedTuple):
-    """What happened after a step: its kind (`chart.SYMBOLS`), and a text."""
+    """What happened after a step: its kind (`chart.SYMBOLS`), and where, as a text."""
 
     kind: str
     step: int
@@ -28,15 +28,15 @@ def _events(run: RunRecord) -> Iterator[Happening]:
         step = event["step"]
         if event["event"] == "start":
             if has_started:
-                yield Happening("resumed", step, f"resumed at step {step:,}")
+                yield Happening("resumed", step, f"at step {step:,}")
             has_started = True
         elif event["event"] == "branch":
             parent = truncate(event.get("parent", "another run"))
-            yield Happening("branched", step, f"branched at step {step:,} from {parent}")
+            yield Happening("branched", step, f"at step {step:,} from {parent}")
         elif is_rollback(event):
             begin = event.get("from")
             source = f"from step {begin:,} " if type(begin) is int else ""
-            yield Happening("rolled back", step, f"rolled back {source}to step {step:,}")
+            yield Happening("rolled back", step, f"{source}to step {step:,}")
 
 
 def _bad_steps(rows: list[Row]) -> Iterator[Happening]:
@@ -46,12 +46,13 @@ def _bad_steps(rows: list[Row]) -> Iterator[Happening]:
     for row in rows:
         step = row["step"]
         skipped = row.get("skipped")
-        span = f"in steps {step_before + 1:,} to {step:,}"
+        is_next = step == step_before + 1
+        span = f"in step {step:,}" if is_next else f"in steps {step_before + 1:,} to {step:,}"
         if type(skipped) is int:
             if skipped > skipped_before:
                 count = skipped - skipped_before
-                yield Happening("bad steps", step, f"{count:,} skipped {span}")
+                yield Happening("bad steps", step, f"{count:,} {span}")
             skipped_before = skipped
         elif "loss" in row and not is_finite(row["loss"]):
-            yield Happening("bad steps", step, f"a loss that is not finite, at step {step:,}")
+            yield Happening("bad steps", step, f"no finite loss at step {step:,}")
         step_before = step

@@ -19,6 +19,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from gpt2_ddp.config.base import shown
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
@@ -27,7 +28,7 @@ from gpt2_ddp.records.rows import Row
 from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.reports import curves
 from gpt2_ddp.reports.groups import content, differing, group_runs
-from gpt2_ddp.reports.headline import ALIVE, Fact, facts, next_step, shown
+from gpt2_ddp.reports.headline import ALIVE, Fact, facts, next_step, shown_path
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
 from gpt2_ddp.reports.settings import changed_settings
@@ -108,11 +109,7 @@ def page(runs: Sequence[RunRecord], reload_seconds: float = RELOADED) -> str:
         body += ["<h2>Runs</h2>", runs_of(runs, settings)]
     newest = {run.name: _newest(run, settings) for run in runs}
     body += [_folded("All newest values", _by_run(newest))]
-    size = SAMPLES_SIZE
-    for run in runs:
-        parts = _samples(run, SAMPLE_LENGTH // len(runs), size)
-        size -= sum(len(part.encode(errors="replace")) for part in parts)
-        body += parts
+    body += _all_samples(runs)
     body += _settings(runs)
     notes = [escape(f"{run.name}: {note}") for run in runs for note in run.notes]
     if notes:
@@ -153,7 +150,7 @@ def _beginning(
         state = f'<span class="state {_state_class(run)}">{escape(run.state)}</span>'
         yield f"<header><h1>{escape(truncate(run.name))}</h1>{state}</header>"
         if reason:
-            yield f'<p class="reason">{escape(plain_text(reason))}</p>'
+            yield f'<p class="reason">Reason: {escape(plain_text(reason))}</p>'
         yield _facts(facts(run))
         text, command = next_step(run)
         code = f" <code>{escape(plain_text(command))}</code>" if command else ""
@@ -212,10 +209,23 @@ def _comparison(run: RunRecord, best: Row) -> dict[str, str]:
     return {label: f"{score:.3f}" for label, score in scores.items()}
 
 
+def _all_samples(runs: Sequence[RunRecord]) -> Iterable[str]:
+    """The samples of the runs that have some; of several runs folded."""
+    size = SAMPLES_SIZE // len(runs)
+    for run in runs:
+        parts = _samples(run, SAMPLE_LENGTH // len(runs), size)
+        title = f"Samples of {run.name}"
+        if parts and len(runs) > 1:
+            yield _folded(title, "\n".join(parts))
+        elif parts:
+            yield f"<h2>{escape(title)}</h2>"
+            yield from parts
+
+
 def _samples(run: RunRecord, length: int, size: int) -> list[str]:
     """A run's samples, step by step, those of the last step open; of at most `size` bytes."""
     steps = [(step, [*rows]) for step, rows in groupby(run.samples, key=lambda row: row["step"])]
-    parts = [f"<h2>Samples of {escape(run.name)}</h2>"] if steps else []
+    parts: list[str] = []
     newest_first = steps[: -SAMPLED_STEPS - 1 : -1]
     for number, (step, rows) in enumerate(newest_first):
         tag = "details" if number else "details open"
@@ -244,8 +254,8 @@ def _settings(runs: Sequence[RunRecord]) -> Iterable[str]:
             yield "<th>value</th><th>preset</th><th>default</th></tr></thead><tbody>"
             for change in changes:
                 values = (change.value, change.preset, change.default)
-                cells = "".join(f"<td>{escape(plain_text(value))}</td>" for value in values)
-                weight = "" if change.by_preset else ' class="own"'
+                cells = "".join(f"<td>{escape(plain_text(shown(value)))}</td>" for value in values)
+                weight = "" if change.is_presets else ' class="own"'
                 yield f"<tr{weight}><td>{escape(change.name)}</td>{cells}</tr>"
             yield "</tbody></table></div>"
     origins = {run.name: _origin(run) for run in runs}
@@ -255,7 +265,7 @@ def _settings(runs: Sequence[RunRecord]) -> Iterable[str]:
 def _origin(run: RunRecord) -> dict[str, str]:
     """A run's newest start, and all settings."""
     values = {name: run.start.get(name) for name in ORIGIN} | run.config
-    folder = {"folder": shown(run.folder)}
+    folder = {"folder": shown_path(run.folder)}
     return folder | {name: plain_text(value) for name, value in values.items()}
 
 

@@ -19,6 +19,10 @@ SHIPPED = "configs"
 """The project's folder of presets. No other file is read: a recorded command is a stranger's."""
 
 
+NAMES = ("output_dir", "run_name")
+"""Settings that say where the run is. A page names its folder."""
+
+
 class Changed(NamedTuple):
     """A setting that is not its default."""
 
@@ -26,7 +30,14 @@ class Changed(NamedTuple):
     value: object
     default: object
     preset: object  # the default if the preset does not set it
-    by_preset: bool  # whether the value is the preset's
+
+    @property
+    def is_default(self) -> bool:
+        return same(self.value, self.default)
+
+    @property
+    def is_presets(self) -> bool:
+        return same(self.value, self.preset)
 
 
 def changed_settings(run: RunRecord) -> tuple[list[str], list[Changed]]:
@@ -41,19 +52,21 @@ def changed_settings(run: RunRecord) -> tuple[list[str], list[Changed]]:
     for file in files:
         with suppress(UserError, OSError, ValueError):
             values |= flat(read_yaml(str(PROJECT / file)))
+    names = [name for name in run.config if name not in NAMES]
     changes = [
-        Changed(name, value, defaults.get(name), values.get(name), same(value, values.get(name)))
-        for name, value in run.config.items()
-        if not same(value, defaults.get(name)) or not same(value, values.get(name))
+        Changed(name, run.config[name], defaults.get(name), values.get(name))
+        for name in names
     ]
-    return files, sorted(changes, key=lambda change: change.by_preset)
+    changes = [change for change in changes if not (change.is_default and change.is_presets)]
+    return files, sorted(changes, key=lambda change: change.is_presets)
 
 
 def same(value: object, other: object) -> bool:
-    """Whether two settings are equal, in a file or by default: 0 is 0.0, but not false."""
+    """Whether two settings are equal, as a file or the defaults have them: 0 is 0.0, but not false,
+    and a text is a list of one."""
     if isinstance(value, bool) or isinstance(other, bool):
         return value is other
-    return value == other
+    return value == other or value == [other] or [value] == other
 
 
 def preset_files(command: type[Command], line: object) -> list[str]:

@@ -4,6 +4,7 @@ of runs."""
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from gpt2_ddp.errors import truncate
 from gpt2_ddp.records.rows import Row
 from gpt2_ddp.reports.chart import Scale, color_of
 from gpt2_ddp.reports.curves import truncated
@@ -12,10 +13,12 @@ from gpt2_ddp.reports.headline import Fact, training_seconds
 from gpt2_ddp.reports.picture import COLORS
 from gpt2_ddp.reports.runs import RunRecord, is_finite
 from gpt2_ddp.reports.tables import Table
-from gpt2_ddp.reports.values import UNKNOWN, duration_text, number_text, plain_text, value_text
+from gpt2_ddp.reports.values import UNKNOWN, duration_text, number_text, plain_text
 
 NAMES = {"val_loss": "validation loss", "val_bits_per_byte": "bits per byte"}
 """Scores by their fields."""
+HEADING = 100
+"""Most characters of a group's settings in the first lines."""
 CELL = 60
 """Most characters of a setting in a table."""
 
@@ -34,7 +37,7 @@ def overview(groups: Sequence[Group]) -> Iterator[Fact]:
     if scored:
         row, group = min(scored, key=lambda pair: pair[0]["mean"])
         seeds = f", {row['n']} seeds" if row["n"] > 1 else ""
-        label = f"lowest last {NAMES[row['score']]} ({group.label(CELL)}{seeds})"
+        label = f"lowest last {NAMES[row['score']]} ({truncate(group.heading, HEADING)}{seeds})"
         yield Fact(score_text(row), label)
 
 
@@ -52,17 +55,36 @@ def groups_of(groups: Sequence[Group]) -> str:
     contents = content(groups)
     fields = [*dict.fromkeys(name for group in groups for name in group.fields)]
     score = NAMES[contents[0]["score"]]
-    header = ["runs", *fields, "completed", "seeds", f"last {score}", "difference to the first"]
+    header = ["runs", *fields, "completed", "seeds", f"last {score}"]
+    header += ["difference to the first", "95 % interval", "result"]
     rows: list[list[str]] = []
     for row, group in zip(contents, groups, strict=True):
-        settings = [_setting(group.fields[name]) if name in group.fields else UNKNOWN for name in fields]
+        shown = {name: _setting(value) for name, value in group.fields.items()}
+        settings = [shown.get(name, UNKNOWN) for name in fields]
         completed = f"{row['completed']} of {len(row['runs'])}"
-        difference = row["difference"]["text"] if row["difference"] else UNKNOWN
-        rows.append([group.names, *settings, completed, str(row["n"]), score_text(row), difference])
-    drawings = _error_bars(groups, contents)
-    table = Table(header, rows).html(drawings, "mean ± standard deviation, seeds" if drawings else "")
+        cells = [group.names, *settings, completed, str(row["n"]), score_text(row)]
+        rows.append([*cells, *_difference(row["difference"])])
+    drawings, drawing = _error_bars(groups, contents)
+    lines = [Table(header, rows).html(drawings, drawing)]
+    comparisons = len(groups) - 1
+    if comparisons > 1:
+        lines.append(f"<p>The intervals hold for all {comparisons} comparisons together.</p>")
     remarks = [remark for row in contents for remark in row["remarks"]]
-    return "\n".join([table, *(f"<p>{escape(remark)}</p>" for remark in remarks)])
+    return "\n".join([*lines, *(f"<p>{escape(remark)}</p>" for remark in remarks)])
+
+
+def _difference(difference: Row | None) -> tuple[str, str, str]:
+    """Cells of a difference: the mean, its interval, and what follows from it."""
+    if difference is None:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    if difference["difference"] is None:
+        return UNKNOWN, UNKNOWN, difference["text"]
+    mean = f"{difference['difference']:+.3g}"
+    if difference["interval"] is None:
+        return mean, UNKNOWN, "one seed: no spread"
+    low, high = difference["interval"]
+    verb = "differs" if difference["differs"] else "no difference shown"
+    return mean, f"{low:+.3g} to {high:+.3g}", f"{verb} ({difference['n']} seeds)"
 
 
 def _setting(value: object) -> str:
@@ -70,21 +92,25 @@ def _setting(value: object) -> str:
     return text if len(text) <= CELL else f"{text[:CELL]} …"
 
 
-def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> list[str]:
-    """A drawing for each group, all on one scale; none without values."""
-    values = [[*group.values(row["score"]).values()] for group, row in zip(groups, contents, strict=True)]
+def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> tuple[list[str], str]:
+    """A drawing for each group, all on one scale, and their header; none without values."""
+    values = [
+        [*group.values(row["score"]).values()]
+        for group, row in zip(groups, contents, strict=True)
+    ]
     ends = [value for of_group in values for value in of_group]
     for row in contents:
         if row["sd"] is not None:
             ends += [row["mean"] - row["sd"], row["mean"] + row["sd"]]
     if not ends:
-        return []
+        return [], ""
     room = 0.06 * (max(ends) - min(ends)) or 1.0
     scale = Scale(min(ends) - room, max(ends) + room)
-    return [
+    drawings = [
         _error_bar(row, of_group, scale, color_of(number, COLORS))
         for number, (row, of_group) in enumerate(zip(contents, values, strict=True))
     ]
+    return drawings, f"mean ± deviation, seeds ({scale.low:.4g} to {scale.high:.4g})"
 
 
 def _error_bar(row: Row, values: Sequence[float], scale: Scale, style: str) -> str:
@@ -100,7 +126,8 @@ def _error_bar(row: Row, values: Sequence[float], scale: Scale, style: str) -> s
         parts.insert(0, f'<line class="bar" {ends} y1="50%" y2="50%"/>')
     if mean is not None:
         parts.append(f'<line class="mean" x1="{x(mean)}" x2="{x(mean)}" y1="15%" y2="85%"/>')
-    return f'<svg class="errors" role="img" aria-label="{score_text(row)}" style="{style}">{"".join(parts)}</svg>'
+    label = f'class="errors" role="img" aria-label="{score_text(row)}"'
+    return f'<svg {label} style="{style}">{"".join(parts)}</svg>'
 
 
 def runs_of(runs: Sequence[RunRecord], settings: Sequence[str]) -> str:
@@ -134,9 +161,10 @@ def _values(run: RunRecord, settings: Sequence[str]) -> dict[str, str]:
     seconds = training_seconds(run)
     if seconds:
         values["training time"] = duration_text(seconds)
-    for metric in ("tokens_per_second", "memory"):
-        value = run.last(metric).get(metric.replace("tokens", run.unit))
-        if is_finite(value):
-            name = metric if metric == "memory" else f"{run.unit} per second"
-            values[name] = value_text(metric, value)
+    speed = run.last("tokens_per_second").get(f"{run.unit}_per_second")
+    if is_finite(speed):
+        values[f"{run.unit}/s"] = number_text(speed)
+    memory = run.last("memory").get("memory")
+    if is_finite(memory):
+        values["memory"] = f"{memory / 1e9:.3g} GB"
     return values

@@ -205,10 +205,10 @@ EVENTS = [
     {"step": 100, "loss": 2.0, "skipped": 2},
 ]
 HAPPENED = [
-    ("resumed", 40, "resumed at step 40"),
-    ("rolled back", 45, "rolled back from step 50 to step 45"),
-    ("bad steps", 45, "2 skipped in steps 42 to 45"),
-    ("bad steps", 50, "a loss that is not finite, at step 50"),
+    ("resumed", 40, "at step 40"),
+    ("rolled back", 45, "from step 50 to step 45"),
+    ("bad steps", 45, "2 in steps 42 to 45"),
+    ("bad steps", 50, "no finite loss at step 50"),
 ]
 
 
@@ -217,11 +217,13 @@ def test_marks_are_what_happened(tmp_path):
     folder = make_run(tmp_path / "run", [EVENTS[0], branch, *EVENTS[1:]])
     (run,) = read_runs([folder])
     found = happenings(run)
-    text = "branched at step 5 from runs/x/checkpoints/step-00000005"
+    text = "at step 5 from runs/x/checkpoints/step-00000005"
     assert found[0] == ("branched", 5, text)
     assert found[1:] == HAPPENED
     chart = Curves([run]).loss()
-    assert [(mark.kind, mark.x, mark.text) for mark in chart.marks] == found
+    assert [(mark.kind, mark.x, mark.text) for mark in chart.marks] == [
+        (kind, step, f"{kind} {text}") for kind, step, text in found
+    ]
     (undone,) = (curve for curve in chart.curves if curve.style == "undone")
     assert undone.points[0].tolist() == [46, 47, 48, 49]
     assert undone.points[1].tolist() == [55, 56, 57, 58]
@@ -229,7 +231,7 @@ def test_marks_are_what_happened(tmp_path):
     assert up.high < 4, "what was undone does not press the curve down"
     source = page_of(folder).source
     for kind, _, text in HAPPENED:
-        assert f"<title>{text}</title>" in source
+        assert f"<title>{kind} {text}</title>" in source
         assert f'class="mark {kind.replace(" ", "-")}"' in source
     positions = re.findall(r'class="mark resumed"><title>[^<]*</title><line x1="([\d.]+)%"', source)
     assert positions == ["40.00"]
@@ -325,10 +327,10 @@ def test_settings_that_differ_come_first(tmp_path):
     assert files == ["configs/gpt2_stdlib.yaml"]
     by_name = {change.name: change for change in changes}
     lr = by_name["optim.lr"]
-    assert (lr.value, lr.preset, lr.by_preset) == (0.02, 0.02, True)
-    assert by_name["seed"][1:] == (7, 1337, 1337, False)
+    assert (lr.value, lr.preset, lr.is_presets) == (0.02, 0.02, True)
+    assert by_name["seed"][1:] == (7, 1337, 1337)
     assert "guard.patience" not in by_name, "a default"
-    kinds = [change.by_preset for change in changes]
+    kinds = [change.is_presets for change in changes]
     assert kinds == sorted(kinds)
     text = page_of(folder).text
     assert "Settings that differ from configs/gpt2_stdlib.yaml and the defaults" in text
