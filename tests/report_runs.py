@@ -58,14 +58,15 @@ def make_run(folder, rows, state="stopped", **fields):
 
 
 class Page:
-    """A page's source, text, and all rows of its tables by their first cell."""
+    """A page's source, text, and the rows of its tables of values, by their labels."""
 
     def __init__(self, file):
         self.source = file.read_text()
         self.text = unescape(self.source)
+        tables = re.sub("<thead>.*?</thead>", "", self.source, flags=re.DOTALL)
         cells = [
             re.split(r"</t[hd]><t[hd]>", row)
-            for row in re.findall(r"<tr><th>(.*?)</t[hd]></tr>", self.source, re.DOTALL)
+            for row in re.findall(r"<tr><th>(.*?)</t[hd]></tr>", tables, re.DOTALL)
         ]
         self.rows = {
             first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])

@@ -212,14 +212,13 @@ def _comparison(run: RunRecord, best: Row) -> dict[str, str]:
 def _all_samples(runs: Sequence[RunRecord]) -> Iterable[str]:
     """The samples of the runs that have some; of several runs folded."""
     size = SAMPLES_SIZE // len(runs)
-    for run in runs:
-        parts = _samples(run, SAMPLE_LENGTH // len(runs), size)
-        title = f"Samples of {run.name}"
-        if parts and len(runs) > 1:
-            yield _folded(title, "\n".join(parts))
-        elif parts:
-            yield f"<h2>{escape(title)}</h2>"
-            yield from parts
+    length = SAMPLE_LENGTH // len(runs)
+    samples = {run.name: "\n".join(_samples(run, length, size)) for run in runs if run.samples}
+    if len(runs) > 1 and samples:
+        yield _folded("Samples", "\n".join(_folded(name, text) for name, text in samples.items()))
+    elif samples:
+        yield f"<h2>Samples of {escape(runs[0].name)}</h2>"
+        yield samples[runs[0].name]
 
 
 def _samples(run: RunRecord, length: int, size: int) -> list[str]:

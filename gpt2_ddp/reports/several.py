@@ -55,17 +55,16 @@ def groups_of(groups: Sequence[Group]) -> str:
     contents = content(groups)
     fields = [*dict.fromkeys(name for group in groups for name in group.fields)]
     score = NAMES[contents[0]["score"]]
-    header = ["runs", *fields, "completed", "seeds", f"last {score}"]
-    header += ["difference to the first", "95 % interval", "result"]
+    header = [*fields, f"last {score}", "seeds", "difference to the first", "95 % interval"]
+    header += ["result", "completed", "runs"]
     rows: list[list[str]] = []
     for row, group in zip(contents, groups, strict=True):
         shown = {name: _setting(value) for name, value in group.fields.items()}
         settings = [shown.get(name, UNKNOWN) for name in fields]
         completed = f"{row['completed']} of {len(row['runs'])}"
-        cells = [group.names, *settings, completed, str(row["n"]), score_text(row)]
-        rows.append([*cells, *_difference(row["difference"])])
-    drawings, drawing = _error_bars(groups, contents)
-    lines = [Table(header, rows).html(drawings, drawing)]
+        cells = [*settings, score_text(row), str(row["n"]), *_difference(row["difference"])]
+        rows.append([*cells, completed, group.names])
+    lines = [Table(header, rows).html(_error_bars(groups, contents), len(fields) + 1)]
     comparisons = len(groups) - 1
     if comparisons > 1:
         lines.append(f"<p>The intervals hold for all {comparisons} comparisons together.</p>")
@@ -92,8 +91,8 @@ def _setting(value: object) -> str:
     return text if len(text) <= CELL else f"{text[:CELL]} …"
 
 
-def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> tuple[list[str], str]:
-    """A drawing for each group, all on one scale, and their header; none without values."""
+def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> list[str]:
+    """A drawing for each group, all on one scale, after their header; none without values."""
     values = [
         [*group.values(row["score"]).values()]
         for group, row in zip(groups, contents, strict=True)
@@ -103,14 +102,14 @@ def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> tuple[list[
         if row["sd"] is not None:
             ends += [row["mean"] - row["sd"], row["mean"] + row["sd"]]
     if not ends:
-        return [], ""
+        return []
     room = 0.06 * (max(ends) - min(ends)) or 1.0
     scale = Scale(min(ends) - room, max(ends) + room)
     drawings = [
         _error_bar(row, of_group, scale, color_of(number, COLORS))
         for number, (row, of_group) in enumerate(zip(contents, values, strict=True))
     ]
-    return drawings, f"mean ± deviation, seeds ({scale.low:.4g} to {scale.high:.4g})"
+    return [f"mean ± deviation ({scale.low:.4g} to {scale.high:.4g})", *drawings]
 
 
 def _error_bar(row: Row, values: Sequence[float], scale: Scale, style: str) -> str:
@@ -151,7 +150,7 @@ def _values(run: RunRecord, settings: Sequence[str]) -> dict[str, str]:
     if is_finite(loss):
         values["last validation loss"] = f"{loss:.4f}"
     if best:
-        values["best"] = f"{best['val_loss']:.4f} at step {best['step']:,}"
+        values |= {"best": f"{best['val_loss']:.4f}", "at step": f"{best['step']:,}"}
     bits = best.get("val_bits_per_byte")
     if is_finite(bits):
         values["bits per byte"] = f"{bits:.3f}"

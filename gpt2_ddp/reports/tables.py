@@ -31,14 +31,16 @@ class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def html(self, drawings: Sequence[str] = (), drawing: str = "") -> str:
-        """The table, with a last column of `drawings`, which are HTML, under the header `drawing`,
-        and below it the same table to copy."""
-        last = f"<th>{drawing}</th>" if drawings else ""
-        lines = [f"<tr>{_cells('th', self.header)}{last}</tr>"]
-        for number, row in enumerate(self.rows):
-            last = f"<td>{drawings[number]}</td>" if drawings else ""
-            lines.append(f"<tr>{_cells('td', row)}{last}</tr>")
+    def html(self, drawings: Sequence[str] = (), place: int = 0) -> str:
+        """The table, and below it the same table to copy. `drawings` are the HTML of one more
+        column at `place`, its header first."""
+        lines: list[str] = []
+        for number, row in enumerate((self.header, *self.rows)):
+            tag = "td" if number else "th"
+            cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in row]
+            if drawings:
+                cells.insert(place, f"<{tag}>{drawings[number]}</{tag}>")
+            lines.append(f"<tr>{''.join(cells)}</tr>")
         head, *body = lines
         parts = [
             '<div class="scroll"><table class="across">',
@@ -63,7 +65,3 @@ class Table(NamedTuple):
         columns = "l" * len(self.header)
         begin = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule"]
         return "\n".join([*begin, *rows, r"\bottomrule", r"\end{tabular}"])
-
-
-def _cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
