@@ -3,7 +3,7 @@
 python scripts/report.py  # the built-in run
 python scripts/report.py --runs runs/a runs/b --output runs/a-against-b  # overlaid
 python scripts/report.py --runs runs/a runs/b --output runs/groups.json  # and groups, as JSON
-python scripts/report.py runs/a --every 30  # again every 30 s while it runs; the page reloads itself
+python scripts/report.py runs/a --every 30  # again every 30 s, until the run has ended
 """
 
 from gpt2_ddp.config.tools import ReportConfig

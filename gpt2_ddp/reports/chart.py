@@ -136,6 +136,7 @@ class Chart:
         title = f"{self.title} {self.note}".strip()
         height = "large" if large else "small"
         note = f" <small>{escape(self.note)}</small>" if self.note else ""
+        data = _data(self, thinned, along, up, colors)
         return "\n".join(
             [
                 f'<figure class="chart {height}">',
@@ -143,7 +144,7 @@ class Chart:
                 f'<div class="plot"><svg role="img" aria-label="{escape(title)}">',
                 *frame,
                 "</svg></div>",
-                f'<script type="application/json">{_data(self, thinned, along, up, colors)}</script>',
+                f'<script type="application/json">{data}</script>',
                 "</figure>",
             ]
         )

@@ -137,9 +137,7 @@ def _filled(frame: str, texts: Mapping[str, str]) -> str:
     return first + "".join(texts[name] + rest for name, _, rest in pairs)
 
 
-def _beginning(
-    runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float
-) -> Iterable[str]:
+def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float) -> Iterable[str]:
     """Name and state, facts, the next step; of a running run, the age of its newest row."""
     if len(runs) > 1:
         yield f"<header><h1>{len(runs)} runs</h1></header>"

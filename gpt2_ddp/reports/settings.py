@@ -54,8 +54,7 @@ def changed_settings(run: RunRecord) -> tuple[list[str], list[Changed]]:
             values |= flat(read_yaml(str(PROJECT / file)))
     names = [name for name in run.config if name not in NAMES]
     changes = [
-        Changed(name, run.config[name], defaults.get(name), values.get(name))
-        for name in names
+        Changed(name, run.config[name], defaults.get(name), values.get(name)) for name in names
     ]
     changes = [change for change in changes if not (change.is_default and change.is_presets)]
     return files, sorted(changes, key=lambda change: change.is_presets)
@@ -90,7 +89,11 @@ def _default(command: type[Command], values: Mapping[str, object]) -> list[str]:
 
 
 def _joined(words: object) -> str:
-    return " ".join(map(str, words)) if isinstance(words, Sequence) and not isinstance(words, str) else str(words)
+    return (
+        " ".join(map(str, words))
+        if isinstance(words, Sequence) and not isinstance(words, str)
+        else str(words)
+    )
 
 
 def shipped(file: str) -> str:

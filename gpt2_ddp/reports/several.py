@@ -55,7 +55,7 @@ def groups_of(groups: Sequence[Group]) -> str:
     contents = content(groups)
     fields = [*dict.fromkeys(name for group in groups for name in group.fields)]
     score = NAMES[contents[0]["score"]]
-    header = [*fields, f"last {score}", "seeds", "difference to the first", "95 % interval"]
+    header = [*fields, f"last {score}", "seeds", "difference", "95 % interval"]
     header += ["result", "completed", "runs"]
     rows: list[list[str]] = []
     for row, group in zip(contents, groups, strict=True):
@@ -66,8 +66,11 @@ def groups_of(groups: Sequence[Group]) -> str:
         rows.append([*cells, completed, group.names])
     lines = [Table(header, rows).html(_error_bars(groups, contents), len(fields) + 1)]
     comparisons = len(groups) - 1
-    if comparisons > 1:
-        lines.append(f"<p>The intervals hold for all {comparisons} comparisons together.</p>")
+    if comparisons:
+        text = "Differences are to the first group, over the seeds that both have."
+        if comparisons > 1:
+            text += f" The intervals hold for all {comparisons} comparisons together."
+        lines.append(f"<p>{text}</p>")
     remarks = [remark for row in contents for remark in row["remarks"]]
     return "\n".join([*lines, *(f"<p>{escape(remark)}</p>" for remark in remarks)])
 
@@ -94,8 +97,7 @@ def _setting(value: object) -> str:
 def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> list[str]:
     """A drawing for each group, all on one scale, after their header; none without values."""
     values = [
-        [*group.values(row["score"]).values()]
-        for group, row in zip(groups, contents, strict=True)
+        [*group.values(row["score"]).values()] for group, row in zip(groups, contents, strict=True)
     ]
     ends = [value for of_group in values for value in of_group]
     for row in contents:
@@ -109,7 +111,7 @@ def _error_bars(groups: Sequence[Group], contents: Sequence[Row]) -> list[str]:
         _error_bar(row, of_group, scale, color_of(number, COLORS))
         for number, (row, of_group) in enumerate(zip(contents, values, strict=True))
     ]
-    return [f"mean ± deviation ({scale.low:.4g} to {scale.high:.4g})", *drawings]
+    return [f"± deviation ({scale.low:.4g} to {scale.high:.4g})", *drawings]
 
 
 def _error_bar(row: Row, values: Sequence[float], scale: Scale, style: str) -> str:

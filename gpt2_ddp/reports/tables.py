@@ -55,12 +55,16 @@ class Table(NamedTuple):
 
     def markdown(self) -> str:
         """The table in Markdown."""
-        header, *rows = [[cell.translate(MARKDOWN) for cell in row] for row in (self.header, *self.rows)]
+        header, *rows = [
+            [cell.translate(MARKDOWN) for cell in row] for row in (self.header, *self.rows)
+        ]
         return markdown_table(header, rows)
 
     def latex(self) -> str:
         """The table in LaTeX, with the rules of the package booktabs."""
-        lines = [" & ".join(cell.translate(LATEX) for cell in row) for row in (self.header, *self.rows)]
+        lines = [
+            " & ".join(cell.translate(LATEX) for cell in row) for row in (self.header, *self.rows)
+        ]
         header, *rows = [f"{line} \\\\" for line in lines]
         columns = "l" * len(self.header)
         begin = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule"]

@@ -174,7 +174,10 @@ def hostile_run(folder):
 
 
 def test_a_browser_runs_the_pages_own_script_alone(tmp_path):
-    runs = [hostile_run(tmp_path / "a'\"<img src=x onerror=alert(1)>"), make_run(tmp_path / "b", metrics(9))]
+    runs = [
+        hostile_run(tmp_path / "a'\"<img src=x onerror=alert(1)>"),
+        make_run(tmp_path / "b", metrics(9)),
+    ]
     for shown in ([runs[0]], runs):
         source = page(read_runs(shown))
         parsed = Parsed(source)
@@ -274,7 +277,12 @@ def test_the_first_line(tmp_path):
     (saved / "model-00002-of-00002.safetensors").write_bytes(b"\xff" * 20)
     assert count_parameters(folder) == 0
     assert [count_text(n) for n in (999, 1_234_567, 2.5e9)] == ["999", "1.23 M", "2.5 B"]
-    assert [duration_text(s) for s in (5, 61, 7300, 90000)] == ["5 s", "1 min 1 s", "2 h 1 min", "1 d 1 h"]
+    assert [duration_text(s) for s in (5, 61, 7300, 90000)] == [
+        "5 s",
+        "1 min 1 s",
+        "2 h 1 min",
+        "1 d 1 h",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +328,8 @@ def test_a_running_page_reloads_and_says_how_old_its_last_row_is(tmp_path, monke
 
 
 def test_settings_that_differ_come_first(tmp_path):
-    start = START | {"kind": "gpt2", "command": "train_gpt2.py --config /elsewhere/configs/gpt2_stdlib.yaml"}
+    command = "train_gpt2.py --config /elsewhere/configs/gpt2_stdlib.yaml"
+    start = START | {"kind": "gpt2", "command": command}
     folder = make_run(tmp_path / "run", [start, *metrics(3)], **{"optim.lr": 0.02})
     (run,) = read_runs([folder])
     files, changes = changed_settings(run)
@@ -397,7 +406,8 @@ def test_seeds_are_error_bars(tmp_path):
         dots = [*map(float, re.findall(r'cx="([\d.]+)%"', svg))]
         assert_close(np.array(dots), np.array([x(mean + d) for d in (-0.1, 0, 0.1)]), 1e-2)
         bar = re.search(r'class="bar" x1="([\d.]+)%" x2="([\d.]+)%"', svg)
-        assert_close(np.array([*map(float, bar.groups())]), np.array([x(mean - 0.1), x(mean + 0.1)]), 1e-2)
+        ends = np.array([*map(float, bar.groups())])
+        assert_close(ends, np.array([x(mean - 0.1), x(mean + 0.1)]), 1e-2)
     source = page_of(*folders).source
     assert r"3.0000 $\pm$ 0.1" in source
     assert "optim.lr" in source
@@ -410,9 +420,10 @@ def test_axes_have_round_numbers():
     assert [text for _, text in Scale(0, 2317).ticks(6)] == ["0", "500", "1000", "1500", "2000"]
     assert [text for _, text in Scale(2.3, 8.4, True).ticks(7)] == ["3", "4", "5", "6", "7", "8"]
     assert [text for _, text in Scale(1e-3, 50, True).ticks(5)][1:3] == ["0.01", "0.1"]
-    assert [short(value) for value in (15_000, 2.5e6, 1e9, 0.001)] == ["15k", "2.5M", "1B", "0.001"]
+    texts = [short(value) for value in (15_000, 2.5e6, 1e9, 0.001)]
+    assert texts == ["15k", "2.5M", "1B", "0.001"]
     fractions = np.array([fraction for fraction, _ in Scale(1, 16, True).ticks(5)])
-    assert ((0 <= fractions) & (fractions <= 1)).all()
+    assert ((fractions >= 0) & (fractions <= 1)).all()
 
 
 def test_extreme_values_make_a_chart():
