@@ -148,7 +148,8 @@ def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float)
         state = f'<span class="state {_state_class(run)}">{escape(run.state)}</span>'
         yield f"<header><h1>{escape(truncate(run.name))}</h1>{state}</header>"
         if reason:
-            yield f'<p class="reason">Reason: {escape(plain_text(reason))}</p>'
+            label = "Now" if is_alive else "Reason"
+            yield f'<p class="reason">{label}: {escape(plain_text(reason))}</p>'
         yield _facts(facts(run))
         text, command = next_step(run)
         code = f" <code>{escape(plain_text(command))}</code>" if command else ""
