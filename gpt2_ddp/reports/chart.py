@@ -33,6 +33,11 @@ MERGED = 0.012
 UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 """From which number on an axis has which unit, and its name."""
 
+MOST_DOTS = 150
+"""Most evaluations that are drawn as dots, too: more would cover their line."""
+FEW = 40
+"""A curve of at most so many rows shows each of them."""
+
 Style = Literal["line", "faint", "points", "undone"]
 
 
@@ -162,10 +167,13 @@ def dashes_of(number: int, colors: Sequence[str]) -> str:
 
 
 def short(value: float) -> str:
-    """A number of an axis: 20k, 1.5M, 0.001."""
+    """A number of an axis: 20k, 1.5M, 0.001, 2.5e-4."""
     for least, unit, name in UNITS:
         if least <= abs(value) < 1e15:
             return f"{value / unit:g}{name}"
+    if 0 < abs(value) < 0.001:
+        mantissa, _, exponent = f"{value:e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:g}"
 
 
@@ -261,9 +269,11 @@ def _path(curve: Curve, along: Scale, up: Scale, colors: Sequence[str]) -> str:
     line = "".join(words)
     dashes = dashes_of(curve.number, colors)
     path = f'<path class="{curve.style}" style="{style}"{dashes} d="{line}"/>'
-    if curve.style == "points":
-        dots = "".join(f"M{word[1:].removesuffix('h0')}h0" for word in words)
+    dots = "".join(f"M{word[1:].removesuffix('h0')}h0" for word in words)
+    if curve.style == "points" and len(words) <= MOST_DOTS:
         path += f'<path class="rims" d="{dots}"/><path class="dots" style="{style}" d="{dots}"/>'
+    elif len(words) <= FEW:
+        path += f'<path class="rows" style="{style}" d="{dots}"/>'
     return path
 
 

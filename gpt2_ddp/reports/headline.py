@@ -136,8 +136,10 @@ def next_step(run: RunRecord) -> tuple[str, str]:
         return text, f"{command_for('report')} {folder} --every 30"
     if run.state in RESUMABLE:
         command = run.start.get("command")
-        given = f"python {command}" if isinstance(command, str) else ""
-        return "The same command resumes it from its newest checkpoint:", given
+        text = "The same command resumes it from its newest checkpoint"
+        if isinstance(command, str):
+            return f"{text}:", f"python {command}"
+        return f"{text}.", ""
     return "Its state is unknown:", f"{command_for('status')} {folder}"
 
 

@@ -113,6 +113,8 @@ def test_thinned_curves_keep_ends_extremes_and_gaps():
     for part in np.array_split(np.arange(100_000), 50):
         inside = kept_y[(kept_x >= part[0]) & (kept_x <= part[-1])]
         assert np.nanmax(inside) > np.nanmax(y[part]) - 0.03
+    chart = Chart("t", [Curve("c", (x, y), 0, "points")], "step")
+    assert 'class="dots"' not in chart.html(COLORS, 200), "a line of dots is a band"
     few = (x[:800], y[:800])
     assert thin(few, 200) is few
 
@@ -351,7 +353,7 @@ def test_settings_that_differ_come_first(tmp_path):
     [
         ("configs/gpt2_stdlib.yaml", "configs/gpt2_stdlib.yaml"),
         ("/a/configs/jobs/regression.yaml", "configs/jobs/regression.yaml"),
-        ("configs/../../secret.yaml", ""),
+        ("configs/../README.md", ""),
         ("/etc/passwd", ""),
         ("configs", ""),
         ("configs/none.yaml", ""),
@@ -420,8 +422,8 @@ def test_axes_have_round_numbers():
     assert [text for _, text in Scale(0, 2317).ticks(6)] == ["0", "500", "1000", "1500", "2000"]
     assert [text for _, text in Scale(2.3, 8.4, True).ticks(7)] == ["3", "4", "5", "6", "7", "8"]
     assert [text for _, text in Scale(1e-3, 50, True).ticks(5)][1:3] == ["0.01", "0.1"]
-    texts = [short(value) for value in (15_000, 2.5e6, 1e9, 0.001)]
-    assert texts == ["15k", "2.5M", "1B", "0.001"]
+    texts = [short(value) for value in (15_000, 2.5e6, 1e9, 0.001, 0.00025)]
+    assert texts == ["15k", "2.5M", "1B", "0.001", "2.5e-4"]
     fractions = np.array([fraction for fraction, _ in Scale(1, 16, True).ticks(5)])
     assert ((fractions >= 0) & (fractions <= 1)).all()
 
