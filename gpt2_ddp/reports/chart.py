@@ -272,7 +272,7 @@ def _path(curve: Curve, along: Scale, up: Scale, colors: Sequence[str]) -> str:
     dots = "".join(f"M{word[1:].removesuffix('h0')}h0" for word in words)
     if curve.style == "points" and len(words) <= MOST_DOTS:
         path += f'<path class="rims" d="{dots}"/><path class="dots" style="{style}" d="{dots}"/>'
-    elif len(words) <= FEW:
+    elif curve.style != "undone" and len(words) <= FEW:
         path += f'<path class="rows" style="{style}" d="{dots}"/>'
     return path
 
