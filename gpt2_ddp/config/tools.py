@@ -210,6 +210,8 @@ class ReportConfig(Command):
     """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json
     with the groups of seeds. null: the run's folder; for several runs comparison.html and
     comparison.png in the first run's folder"""
+    every: PositiveFloat | None = None
+    """seconds; writes the report again so often, until no run is running; null: once"""
 
 
 class StatusConfig(Command):

@@ -23,6 +23,8 @@ STYLE = matplotlib.rc_params_from_file(
 )
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
+COLORS: list[str] = STYLE["axes.prop_cycle"].by_key()["color"]
+"""Colours of the groups; after the last one, the first comes again."""
 LABEL = 72
 """Most characters of a group in the legend."""
 EVALUATIONS: dict[str, Any] = {
@@ -43,9 +45,7 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     all are known."""
     groups = group_runs(runs)
     colors = {run: f"C{number}" for number, group in enumerate(groups) for run in group.runs}
-    rates = {round(run.tokens_per_step) for run in runs}
-    by_tokens = len(rates) > 1 and 0 not in rates
-    along: Along = RunRecord.tokens_at if by_tokens else _steps_at
+    along, axis = axis_of(runs)
     unit = " or ".join(dict.fromkeys(run.unit for run in runs))
     metrics = [metric for metric in PANELS if any(len(run.series(metric)[0]) for run in runs)]
     with matplotlib.rc_context(STYLE):
@@ -62,7 +62,7 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
             else:
                 panel.set_ylim(0, 1.05 * panel.dataLim.y1 if panel.dataLim.y1 > 0 else None)
         for panel in figure.axes:
-            panel.set_xlabel(unit if by_tokens else "step")
+            panel.set_xlabel(axis)
         if len(groups) > 1:
             names = [group.label(LABEL) for group in groups]
             handles = [
@@ -70,6 +70,15 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
             ]
             figure.legend(handles, names, loc="outside upper center", ncols=2)
     return figure
+
+
+def axis_of(runs: Sequence[RunRecord]) -> tuple[Along, str]:
+    """What runs are drawn along, and its name: steps, or tokens if they differ in tokens per step
+    and all are known."""
+    rates = {round(run.tokens_per_step) for run in runs}
+    if len(rates) > 1 and 0 not in rates:
+        return RunRecord.tokens_at, " or ".join(dict.fromkeys(run.unit for run in runs))
+    return _steps_at, "step"
 
 
 def _steps_at(_run: RunRecord, steps: np.ndarray) -> np.ndarray:

@@ -1,26 +1,40 @@
-"""report.html and report.png of one or several runs: a table with a column for each run, and the
-figure.
+"""report.html and report.png of one or several runs.
 
-The page is one HTML document that links to nothing, fetches nothing and runs no script.
+    read_runs (runs.py) ─┬─▶ headline, history, settings ─▶ texts
+                         ├─▶ curves ─▶ chart.py ─▶ SVG
+                         ├─▶ group_runs (groups.py) ─▶ tables
+                         └─▶ draw (picture.py) ─▶ report.png
+
+The page is one HTML document that links to nothing and fetches nothing. It runs one script, its
+own: a browser refuses all others. Every text of a run is escaped, as it may be a stranger's.
 """
 
 import json
+import time
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from gpt2_ddp.config.base import shown
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
-from gpt2_ddp.records.rows import Row, field_of
-from gpt2_ddp.reports.groups import content, describe, differing, group_runs
+from gpt2_ddp.records.rows import Row
+from gpt2_ddp.remote.copies import with_local_runs
+from gpt2_ddp.reports import curves
+from gpt2_ddp.reports.groups import content, differing, group_runs
+from gpt2_ddp.reports.headline import ALIVE, Fact, facts, next_step, shown_path
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
+from gpt2_ddp.reports.settings import changed_settings
+from gpt2_ddp.reports.several import groups_of, overview, runs_of
+from gpt2_ddp.reports.values import UNKNOWN, number_text, plain_text, value_text
 
-UNKNOWN = "–"
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
 SAMPLED_STEPS = 12
 """Newest steps of a run whose samples are shown."""
@@ -28,15 +42,29 @@ SAMPLES = 8
 """Samples shown of each step."""
 SAMPLE_LENGTH = 3000
 """Characters of all runs' samples of a step."""
+SAMPLES_SIZE = 60_000
+"""Bytes of all samples on a page."""
+RELOADED = 30
+"""Seconds after which the page of a running run reloads itself."""
 
 
 def report(config: ReportConfig) -> int:
-    """The command: writes the report and prints its path."""
-    runs = [Path(run) for run in config.runs]
-    # a run keeps its own report
-    name = "comparison" if len(runs) > 1 and not config.output else "report"
-    print(write_report(runs, Path(config.output or runs[0]), name))
-    return 0
+    """The command: writes the report and prints its path; with `every`, again and again until the
+    runs have ended."""
+    path = None
+    while True:
+        # again each time: a run at a URL has new rows
+        runs = [Path(run) for run in with_local_runs(config).runs]
+        # a run keeps its own report
+        name = "comparison" if len(runs) > 1 and not config.output else "report"
+        loaded = read_runs(runs)
+        written = write_records(loaded, Path(config.output or runs[0]), name, config.every)
+        if path is None:
+            print(written, flush=True)
+        path = written
+        if config.every is None or not any(run.state in ALIVE for run in loaded):
+            return 0
+        time.sleep(config.every)
 
 
 def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
@@ -46,11 +74,19 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
 
     Raises: UserError if a folder has no metrics to show, or `output` cannot be written.
     """
-    loaded = read_runs(runs)
-    png = as_png(draw(loaded))
-    files = {"png": png, "html": page(loaded, png).encode(errors="replace")}
+    return write_records(read_runs(runs), output, name)
+
+
+def write_records(
+    runs: Sequence[RunRecord], output: Path, name: str, reload_seconds: float | None = None
+) -> Path:
+    """`write_report` of runs that were read. The page of a running one reloads itself after
+    `reload_seconds`."""
+    png = as_png(draw(runs))
+    html = page(runs, reload_seconds or RELOADED)
+    files = {"png": png, "html": html.encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
-        groups = {"groups": content(group_runs(loaded))}
+        groups = {"groups": content(group_runs(runs))}
         text = json.dumps(groups, ensure_ascii=False, default=str, indent=2)
         files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
         name = output.stem
@@ -61,26 +97,86 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
     return output / f"{name}.html"
 
 
-def page(runs: Sequence[RunRecord], png: bytes) -> str:
-    """The document, from page.html: the figure, and the content of the runs' files, escaped."""
-    body = [f'<figure><img src="data:image/png;base64,{b64encode(png).decode()}"></figure>']
+def page(runs: Sequence[RunRecord], reload_seconds: float = RELOADED) -> str:
+    """The document, from page.html: the content of the runs' files, escaped."""
+    is_alive = any(run.state in ALIVE for run in runs)
+    body = [*_beginning(runs, is_alive, reload_seconds), *curves.Curves(runs).html()]
     groups = group_runs(runs)
-    if len(groups) < len(runs):
-        text = escape("\n".join(describe(groups)))
-        body += ["<h2>Groups of runs that differ only in their seed</h2>", f"<pre>{text}</pre>"]
     settings = differing(runs)
+    if len(groups) < len(runs):
+        body += ["<h2>Groups of runs that differ only in their seed</h2>", groups_of(groups)]
+    if len(runs) > 1:
+        body += ["<h2>Runs</h2>", runs_of(runs, settings)]
     newest = {run.name: _newest(run, settings) for run in runs}
-    body += ["<h2>Newest values</h2>", _by_run(newest)]
-    for run in runs:
-        body += _samples(run, SAMPLE_LENGTH // len(runs))
-    origins = {run.name: _origin(run) for run in runs}
-    body += ["<h2>Start and configuration</h2>", _by_run(origins)]
+    body += [_folded("All newest values", _by_run(newest))]
+    body += _all_samples(runs)
+    body += _settings(runs)
     notes = [escape(f"{run.name}: {note}") for run in runs for note in run.notes]
     if notes:
         body += ["<h2>Not in this report</h2>", *(f"<p>{note}</p>" for note in notes)]
-    title = escape(truncate(f"Training report: {', '.join(run.name for run in runs)}"))
-    frame = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return frame.replace("{title}", title).replace("{body}", "\n".join(body))
+    script = _file("page.js")
+    texts = {
+        "title": escape(truncate(f"Training report: {', '.join(run.name for run in runs)}")),
+        "reload": f'<meta http-equiv="refresh" content="{reload_seconds:g}">' if is_alive else "",
+        "hash": b64encode(sha256(script.encode()).digest()).decode(),
+        "style": _file("page.css"),
+        "script": script,
+        "body": "\n".join(body),
+    }
+    return _filled(_file("page.html"), texts)
+
+
+def _file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _filled(frame: str, texts: Mapping[str, str]) -> str:
+    """The frame with a text in place of each `{{NAME}}`; a text may have such words, too."""
+    first, *parts = frame.split("{{")
+    pairs = [part.partition("}}") for part in parts]
+    return first + "".join(texts[name] + rest for name, _, rest in pairs)
+
+
+def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float) -> Iterable[str]:
+    """Name and state, facts, the next step; of a running run, the age of its newest row."""
+    if len(runs) > 1:
+        yield f"<header><h1>{len(runs)} runs</h1></header>"
+        yield _facts(overview(group_runs(runs)))
+    else:
+        (run,) = runs
+        reason = run.status.get("reason")
+        state = f'<span class="state {_state_class(run)}">{escape(run.state)}</span>'
+        yield f"<header><h1>{escape(truncate(run.name))}</h1>{state}</header>"
+        if reason:
+            label = "Now" if is_alive else "Reason"
+            yield f'<p class="reason">{label}: {escape(plain_text(reason))}</p>'
+        yield _facts(facts(run))
+        text, command = next_step(run)
+        code = f" <code>{escape(plain_text(command))}</code>" if command else ""
+        yield f'<p class="next">{escape(text)}{code}</p>'
+    if is_alive:
+        newest = datetime.fromtimestamp(max(run.changed for run in runs), UTC)
+        written = f"{newest:%Y-%m-%d %H:%M:%S} UTC"
+        stamp = f'<time datetime="{newest:%Y-%m-%dT%H:%M:%SZ}">{written}</time>'
+        yield (
+            f'<p class="age">Last row: {stamp}. This page reloads itself every'
+            f" {reload_seconds:g} s.</p>"
+        )
+
+
+def _state_class(run: RunRecord) -> str:
+    return {"completed": "good", "running": "good", "starting": "good", "stopped": "soft"}.get(
+        run.state, "bad"
+    )
+
+
+def _facts(found: Iterable[Fact]) -> str:
+    items = [f"<li><b>{escape(value)}</b> {escape(label)}</li>" for value, label in found]
+    return f'<ul class="facts">{"".join(items)}</ul>'
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
@@ -89,15 +185,15 @@ def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     end = run.rows[-1]["step"]
     best = run.best()
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
-    cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
+    cells |= {name: plain_text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:
         row = run.last(name)
         if row:
-            cells[name] = _value(name, row[name])
+            cells[name] = value_text(name, row[name])
             if row["step"] != end:
                 cells[name] += f" at step {row['step']:,}"
     if best:
-        cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
+        cells["best val_loss"] = f"{number_text(best['val_loss'])} at step {best['step']:,}"
         cells |= _comparison(run, best)
     return cells
 
@@ -112,56 +208,75 @@ def _comparison(run: RunRecord, best: Row) -> dict[str, str]:
     return {label: f"{score:.3f}" for label, score in scores.items()}
 
 
-def _origin(run: RunRecord) -> dict[str, str]:
-    """A run's newest start, and all settings."""
-    values = {name: run.start.get(name) for name in ORIGIN} | run.config
-    return {name: _text(value) for name, value in values.items()}
+def _all_samples(runs: Sequence[RunRecord]) -> Iterable[str]:
+    """The samples of the runs that have some; of several runs folded."""
+    size = SAMPLES_SIZE // len(runs)
+    length = SAMPLE_LENGTH // len(runs)
+    samples = {run.name: "\n".join(_samples(run, length, size)) for run in runs if run.samples}
+    if len(runs) > 1 and samples:
+        yield _folded("Samples", "\n".join(_folded(name, text) for name, text in samples.items()))
+    elif samples:
+        yield f"<h2>Samples of {escape(runs[0].name)}</h2>"
+        yield samples[runs[0].name]
 
 
-def _samples(run: RunRecord, length: int) -> list[str]:
-    """A run's samples, step by step, those of the last step open."""
+def _samples(run: RunRecord, length: int, size: int) -> list[str]:
+    """A run's samples, step by step, those of the last step open; of at most `size` bytes."""
     steps = [(step, [*rows]) for step, rows in groupby(run.samples, key=lambda row: row["step"])]
-    parts = [f"<h2>Samples of {escape(run.name)}</h2>"] if steps else []
+    parts: list[str] = []
     newest_first = steps[: -SAMPLED_STEPS - 1 : -1]
     for number, (step, rows) in enumerate(newest_first):
         tag = "details" if number else "details open"
-        parts.append(f"<{tag}><summary>step {step:,}</summary>")
+        texts = [f"<{tag}><summary>step {step:,}</summary>"]
         for row in rows[:SAMPLES]:
-            text = row["text"][:length]
-            parts.append(f"<b>{escape(str(row.get('prompt', '')))}</b><pre>{escape(text)}</pre>")
-        parts.append("</details>")
+            prompt = plain_text(row.get("prompt", ""))
+            text = escape(row["text"][:length])
+            texts.append(f"<b>{escape(prompt)}</b><pre>{text}</pre>")
+        texts.append("</details>")
+        size -= sum(len(text.encode(errors="replace")) for text in texts)
+        if size < 0:
+            parts.append("<p>Older samples are in metrics.jsonl.</p>")
+            break
+        parts += texts
     return parts
 
 
+def _settings(runs: Sequence[RunRecord]) -> Iterable[str]:
+    """What differs from presets and defaults, and then all of each run, folded."""
+    if len(runs) == 1:
+        files, changes = changed_settings(runs[0])
+        preset = f"{', '.join(files)} and the defaults" if files else "the defaults"
+        if changes:
+            yield f"<h2>Settings that differ from {escape(preset)}</h2>"
+            yield '<div class="scroll"><table class="across settings"><thead><tr><th>setting</th>'
+            yield "<th>value</th><th>preset</th><th>default</th></tr></thead><tbody>"
+            for change in changes:
+                values = (change.value, change.preset, change.default)
+                cells = "".join(f"<td>{escape(plain_text(shown(value)))}</td>" for value in values)
+                weight = "" if change.is_presets else ' class="own"'
+                yield f"<tr{weight}><td>{escape(change.name)}</td>{cells}</tr>"
+            yield "</tbody></table></div>"
+    origins = {run.name: _origin(run) for run in runs}
+    yield _folded("Start and all settings", _by_run(origins))
+
+
+def _origin(run: RunRecord) -> dict[str, str]:
+    """A run's newest start, and all settings."""
+    values = {name: run.start.get(name) for name in ORIGIN} | run.config
+    folder = {"folder": shown_path(run.folder)}
+    return folder | {name: plain_text(value) for name, value in values.items()}
+
+
 def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A table of a column for each run, of values by label; every cell is escaped."""
+    """A table of a column for each run, of values by label; every cell is escaped. A value that all
+    runs have is there once."""
     labels = dict.fromkeys(label for column in columns.values() for label in column)
     lines = [f"<tr><th></th>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>"]
     for label in labels:
-        cells = "".join(
-            f"<td>{escape(column.get(label, UNKNOWN))}</td>" for column in columns.values()
-        )
+        values = [column.get(label, UNKNOWN) for column in columns.values()]
+        if len(values) > 1 and len({*values}) == 1:
+            cells = f'<td colspan="{len(values)}">{escape(values[0])}</td>'
+        else:
+            cells = "".join(f"<td>{escape(value)}</td>" for value in values)
         lines.append(f"<tr><th>{escape(label)}</th>{cells}</tr>")
-    return "\n".join(["<div><table>", *lines, "</table></div>"])
-
-
-def _value(name: str, value: object) -> str:
-    """The value of a field, in its unit."""
-    field = field_of(name)
-    if field.unit and is_finite(value):
-        return f"{_number(value / field.scale)} {field.unit}"
-    return _number(value)
-
-
-def _number(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.5g}"
-    if type(value) is int:
-        return f"{value:,}"
-    return _text(value)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
-    return UNKNOWN if value is None else str(value)
+    return "\n".join(['<div class="scroll"><table>', *lines, "</table></div>"])

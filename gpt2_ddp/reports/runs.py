@@ -23,6 +23,7 @@ from gpt2_ddp.records.rows import (
     compressor_scores,
     field_of,
     is_event,
+    is_rollback,
     read_lines,
     valid_rows,
 )
@@ -39,16 +40,19 @@ class RunRecord:
     """The readable content of a run folder. In the names of metrics, `tokens` stands for
     the run's unit."""
 
+    folder: Path
     name: str
     # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not
     # known
     rows: list[Row]
+    undone: list[list[Row]]  # the rows of steps that each rollback has undone
     events: list[Row]  # starts, rollbacks ...
     config: Row  # config.yaml, flat, with dotted keys
     status: Row
     samples: list[Row]
     compressors: dict[str, float]  # their bits per byte of the validation text
     notes: list[str]  # omitted parts
+    changed: float  # when its rows last changed, in seconds since 1970
 
     @cached_property
     def fields(self) -> list[str]:
@@ -77,17 +81,11 @@ class RunRecord:
         alike = [row for row in scored if row.get(units) == newest]
         return min(alike, key=lambda row: row["val_loss"], default={})
 
-    @cache  # noqa: B019  a report lives as long as its process
+    @cache  # noqa: B019  a record lives as long as its report
     def series(self, metric: str) -> Series:
         """`metric` in the rows that hold a number, finite or not, by rising step. Above fp32's
         range, it is infinite."""
-        name = metric.replace("tokens", self.unit)
-        pairs = ((row["step"], row[name]) for row in self.rows if _is_number(row.get(name)))
-        steps, values = np.fromiter(pairs, np.dtype((np.float64, 2))).T
-        steps, rows = np.unique(steps, return_index=True)
-        values = values[rows]
-        values[abs(values) > LARGEST] = np.inf
-        return steps, values
+        return series_of(self.rows, metric.replace("tokens", self.unit))
 
     @property
     def tokens_per_step(self) -> float:
@@ -116,6 +114,16 @@ class RunRecord:
         known_steps, tokens = self.series("tokens")
         finite = np.isfinite(tokens)
         return np.interp(steps, known_steps[finite], tokens[finite])
+
+
+def series_of(rows: Iterable[Row], name: str) -> Series:
+    """A field of the rows that hold a number in it, as `RunRecord.series`."""
+    pairs = ((row["step"], row[name]) for row in rows if _is_number(row.get(name)))
+    steps, values = np.fromiter(pairs, np.dtype((np.float64, 2))).T
+    steps, numbers = np.unique(steps, return_index=True)
+    values = values[numbers]
+    values[abs(values) > LARGEST] = np.inf
+    return steps, values
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
@@ -161,9 +169,35 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     if status.get("state") == "running":  # it may have been killed since
         now = health(folder)
         status |= {"state": now.state, "reason": now.detail}
+    changed = (folder / METRICS).stat().st_mtime
     samples = [row for row in valid_rows(lines, "sample") if isinstance(row.get("text"), str)]
     compressors = compressor_scores(folder)
-    return RunRecord(name, rows, events, config, status, samples, compressors, notes)
+    return RunRecord(
+        folder=folder,
+        name=name,
+        rows=rows,
+        undone=_undone(lines),
+        events=events,
+        config=config,
+        status=status,
+        samples=samples,
+        compressors=compressors,
+        notes=notes,
+        changed=changed,
+    )
+
+
+def _undone(lines: Iterable[Row]) -> list[list[Row]]:
+    """The rows of steps that each rollback has undone."""
+    valid: list[Row] = []
+    undone: list[list[Row]] = []
+    for row in lines:
+        if is_rollback(row):
+            undone.append([before for before in valid if before["step"] > row["step"]])
+            valid = [before for before in valid if before["step"] <= row["step"]]
+        elif not is_event(row):
+            valid.append(row)
+    return undone
 
 
 def _read_rows(file: Path, notes: list[str]) -> list[Row]:
