@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpt2_ddp.api import (
         evaluate,
+        explain,
         generate,
         load_config,
         load_model,
@@ -33,6 +34,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _MODULES = {
     "evaluate": "api",
+    "explain": "api",
     "generate": "api",
     "load_config": "api",
     "load_model": "api",

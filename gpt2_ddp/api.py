@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what follows is slow to import
     from gpt2_ddp.data.tokenizer import Tokenizer
     from gpt2_ddp.evaluation.evaluate import Evaluation
     from gpt2_ddp.model.gpt import GPT
+    from gpt2_ddp.reports.explain import Explanation
     from gpt2_ddp.training.loop import Result
     from gpt2_ddp.training.task import MakeTask
 
@@ -272,3 +273,13 @@ def verify(run: Place, **settings: object) -> bool:
 
     config = VerifyConfig.model_validate({"run": os.fspath(run)} | settings)
     return verify_run(config) == 0
+
+
+def explain(first: Place, second: Place) -> "Explanation":
+    """Why two recorded runs differ, as explain.py prints it. Returns `verdict` (equal, explained or
+    not explained), `first` (name of the first cause), `causes`, `partings`, `text` for people, and
+    `as_json()`. docs/explain.md has their fields.
+    """
+    from gpt2_ddp.reports.explain import explain  # noqa: PLC0415  torch
+
+    return explain(Path(first), Path(second))

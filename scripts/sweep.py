@@ -208,7 +208,7 @@ def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path)
     `incomplete`. One that was refused is not in the comparison: what its folder has is of another
     configuration."""
     from gpt2_ddp.reports.groups import describe, group_runs
-    from gpt2_ddp.reports.report import write_report
+    from gpt2_ddp.reports.report import EXPLAIN, write_report
     from gpt2_ddp.reports.runs import read_runs
 
     runs = []
@@ -221,6 +221,8 @@ def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path)
     print(*describe(group_runs(runs)), *below, sep="\n")
     if runs:
         print("report:", write_report([report.parent / run.name for run in runs], report))
+    if len(runs) > 1:
+        print(EXPLAIN)
     return int(bool(incomplete))
 
 

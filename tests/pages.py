@@ -56,6 +56,9 @@ export OWNER
 make image
 make test-image
 
+an exit code that says that two runs differ; test_explain.py
+scripts/explain.py
+
 a cluster or a cloud; test_cloud.py
 kubectl 
 sky jobs

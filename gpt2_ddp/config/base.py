@@ -120,6 +120,8 @@ class Command(Section):
     in_one_process: ClassVar[bool] = False
     """Whether the command needs no other ranks. Those that a launcher starts on this machine end at
     once."""
+    reads_checkpoints: ClassVar[bool] = False
+    """Whether the command reads checkpoints of its `runs`, not their records alone."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""

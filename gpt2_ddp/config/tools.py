@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -242,6 +243,29 @@ class VerifyConfig(Command):
     anchor: Chain | None = None
     """chain of a row that was kept elsewhere, as this script and each row show it: the run must
     have that row; null: no anchor"""
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of pydantic, whose method `json` is deprecated
+
+    class ExplainConfig(Command):
+        """explain.py: why two recorded runs differ: the first cause, then the others; exit code 0:
+        they are equal, 1: different and explained, 3: different and not explained"""
+
+        in_one_process = True
+        positional = "runs"
+        reads_checkpoints = True
+
+        runs: tuple[str, ...] = ()
+        """the two run folders"""
+        json: bool = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+        """print one JSON object (docs/explain.md) instead of text"""
+
+        def mistakes(self) -> Iterator[tuple[str, object, str]]:
+            """Another number of runs than two."""
+            if len(self.runs) != 2:
+                names = " ".join(self.runs) or None
+                yield "runs", names, "name two run folders, like runs/a runs/b"
 
 
 class CheckClusterConfig(Command):

@@ -28,14 +28,15 @@ def with_local_runs(config: C) -> C:
         if isinstance(value, str):
             changes[field] = _local_run(value, field)
         else:
-            changes[field] = tuple(_local_run(path, field) for path in value)
+            whole = config.reads_checkpoints
+            changes[field] = tuple(_local_run(path, field, whole) for path in value)
     return config.model_copy(update=changes)
 
 
-def _local_run(path: str, field: str) -> str:
-    """The path or, of a URL, the folder in the cache with a copy of the run: records and whole
-    checkpoints. A command with a field `runs` reads only rows, so it gets no checkpoints. Raises:
-    UserError if there is no such run."""
+def _local_run(path: str, field: str, whole: bool = True) -> str:
+    """The path or, of a URL, the folder in the cache with a copy of the run: records and, if
+    `whole`, checkpoints. Most commands with a field `runs` read only rows. Raises: UserError if
+    there is no such run."""
     if "://" not in path:
         return path
     try:
@@ -53,7 +54,7 @@ def _local_run(path: str, field: str) -> str:
         bucket.get("", folder, RECORDS)
         if not any((folder / record).exists() for record in RECORDS):
             bucket.get_checkpoint("", folder)
-        manifests = bucket.checkpoints() if field != "runs" else {}
+        manifests = bucket.checkpoints() if whole else {}
         for checkpoint in (folder / "checkpoints").glob("*"):
             if checkpoint.name not in manifests:
                 shutil.rmtree(checkpoint)

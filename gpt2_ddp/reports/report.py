@@ -24,6 +24,7 @@ from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
+from gpt2_ddp.project import command_for
 from gpt2_ddp.records.rows import Row
 from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.reports import curves
@@ -36,6 +37,7 @@ from gpt2_ddp.reports.several import groups_of, overview, runs_of
 from gpt2_ddp.reports.values import UNKNOWN, number_text, plain_text, value_text
 
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
+EXPLAIN = f"Why do two of these runs differ? {command_for('explain')} A B"
 SAMPLED_STEPS = 12
 """Newest steps of a run whose samples are shown."""
 SAMPLES = 8
@@ -106,7 +108,7 @@ def page(runs: Sequence[RunRecord], reload_seconds: float = RELOADED) -> str:
     if len(groups) < len(runs):
         body += ["<h2>Groups of runs that differ only in their seed</h2>", groups_of(groups)]
     if len(runs) > 1:
-        body += ["<h2>Runs</h2>", runs_of(runs, settings)]
+        body += ["<h2>Runs</h2>", runs_of(runs, settings), f"<p>{escape(EXPLAIN)}</p>"]
     newest = {run.name: _newest(run, settings) for run in runs}
     body += [_folded("All newest values", _by_run(newest))]
     body += _all_samples(runs)

@@ -148,6 +148,9 @@ def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(
     (group,) = read_json(tmp_path / "a-sweep.json")["groups"]
     assert [run["name"] for run in group["runs"]] == ["a-seed_1"]
     assert sweep.compare(three[:1], {}, tmp_path / "a-sweep.json") == 0
+    assert "explain.py" not in capsys.readouterr().out
+    assert sweep.compare(three[:2], {}, tmp_path / "a-sweep.json") == 0
+    assert capsys.readouterr().out.endswith("? python scripts/explain.py A B\n")
 
 
 def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys):

@@ -34,7 +34,7 @@ from runs import (
 from gpt2_ddp.checkpoint.format import MODEL, list_checkpoints, seal
 from gpt2_ddp.checkpoint.verify import newest_intact
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
+from gpt2_ddp.config.tools import EvaluateConfig, ExplainConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.data import fetch as missing
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
@@ -803,6 +803,9 @@ def test_commands_read_a_run_at_a_url(bucket, tmp_path, monkeypatch):
     shutil.rmtree(bucket / "run/step-00000008")
     (status,) = with_local_runs(StatusConfig(runs=(url,))).runs
     assert (Path(status) / "status.json").exists()
+    assert not (Path(status) / "checkpoints/step-00000010").exists()
+    compared = with_local_runs(ExplainConfig(runs=(url, url))).runs
+    assert newest_checkpoint(Path(compared[1])).name == "step-00000010"
     expect_error(
         r"run = file.*cannot be used", with_local_runs, VerifyConfig(run=f"file://{bucket}/nothing")
     )

@@ -126,6 +126,8 @@ def test_a_small_job_counts_samples(tmp_path, unpainted):
     job = make_run(tmp_path / "job", rows)
     gpt = make_run(tmp_path / "gpt", metrics(3))
     page = page_of(job, gpt)
+    assert "python scripts/explain.py A B" in page.text
+    assert "explain.py" not in page_of(job).text
     assert (page.rows["samples"], page.rows["samples_per_second"]) == (["36", "–"], ["500", "–"])
 
 

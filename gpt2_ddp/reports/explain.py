@@ -1,0 +1,206 @@
+"""explain.py: why two recorded runs differ.
+
+    conditions    what differs between them: fields, class, versions, ranks, data   -> causes
+    partings      where their numbers part, and how far                             -> partings
+    evidence      which cause suffices for which parting
+    explanation   the verdict, as text and JSON
+
+The first cause is the first that suffices for the earliest parting.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from difflib import unified_diff
+from pathlib import Path
+
+from gpt2_ddp.config.tools import ExplainConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_small
+from gpt2_ddp.project import command_for
+from gpt2_ddp.reports.conditions import (
+    Cause,
+    Effect,
+    Record,
+    differences,
+    first_common,
+    read_record,
+)
+from gpt2_ddp.reports.data_differences import changed_shards, describe_data
+from gpt2_ddp.reports.evidence import Evidence
+from gpt2_ddp.reports.explanation import Explanation, Verdict, as_text
+from gpt2_ddp.reports.partings import Parting, compare_checkpoints, row_partings
+from gpt2_ddp.state import CODE
+from gpt2_ddp.tasks.user_task import LARGEST, Code
+
+
+def explain_runs(config: ExplainConfig) -> int:
+    """The command: prints the explanation, and returns its exit code."""
+    first, second = config.runs
+    explanation = explain(Path(first), Path(second))
+    if config.json:
+        print(json.dumps(explanation.as_json(), indent=2, ensure_ascii=False))
+    else:
+        print(explanation.text)
+    return explanation.exit_code
+
+
+def explain(first: Path, second: Path) -> Explanation:
+    """Why the runs in two folders differ. Reads rows, checkpoints of common steps and, where they
+    matter, shards; executes nothing of them. Raises: UserError for a folder without a run, and for
+    runs of different kinds."""
+    records = (read_record(first), read_record(second))
+    one, other = records
+    if one.kind != other.kind:
+        hint = f"is of a {other.kind} run, {first} of a {one.kind} run; name two of one kind"
+        raise UserError("runs", second, hint)
+    checkpoints = compare_checkpoints(one, other)
+    partings = row_partings(one, other)
+    if checkpoints.parting:
+        partings = sorted([*partings, checkpoints.parting], key=lambda parting: parting.step)
+    found = differences(one, other)
+    causes = [_with_details(cause, one, other) for cause in found if cause.effects != ("none",)]
+    ignored = [cause.name for cause in found if cause.effects == ("none",)]
+    causes += _record_causes(one, other, checkpoints.damages)
+    evidence = Evidence(one, other, causes, partings)
+    notes = _notes(one, other)
+    if any(not evidence.sufficient(parting) for parting in partings):
+        more, data_notes = _hidden_causes(one, other)
+        evidence = evidence._replace(causes=[*causes, *more])
+        notes += data_notes
+    return _judge(evidence, ignored, checkpoints.steps, notes)
+
+
+def _judge(
+    evidence: Evidence, ignored: list[str], checkpoints: list[int], notes: list[str]
+) -> Explanation:
+    """The verdict on what was found."""
+    one, other, causes, partings = evidence
+    sufficient = [evidence.sufficient(parting) for parting in partings]
+    verdict: Verdict = "equal"
+    if causes or partings:
+        verdict = "explained" if all(sufficient) else "not explained"
+    first = ""
+    if partings and not sufficient[0]:
+        first = _name_of(partings[0])
+    elif causes:
+        first_cause = sufficient[0][0] if sufficient else causes[0]
+        causes = [first_cause, *(cause for cause in causes if cause is not first_cause)]
+        first = first_cause.name
+    begin = first_common(one, other)
+    explanation = Explanation(
+        runs=(str(one.folder), str(other.folder)),
+        verdict=verdict,
+        first=first,
+        causes=causes,
+        ignored=ignored,
+        partings=partings,
+        explained_by=[[cause.name for cause in each] for each in sufficient],
+        steps=(begin, max(min(one.last, other.last), begin)),
+        checkpoints=checkpoints,
+        notes=notes,
+        text="",
+    )
+    return replace(explanation, text="\n".join(as_text(explanation, evidence)))
+
+
+def _name_of(parting: Parting) -> str:
+    """What parted first: of tensors, the name of the one that is farthest apart."""
+    return f"tensor {parting.most[0].name}" if parting.tensors else parting.what
+
+
+def _with_details(cause: Cause, one: Record, other: Record) -> Cause:
+    """The cause with changed lines of a class, or the shards that differ."""
+    if cause.name == "code":
+        return cause._replace(details=tuple(_changed_lines(cause, one, other)))
+    if cause.name == "data":
+        difference = describe_data(one, other, cause.step)
+        effects = cause.effects
+        if difference.effects == ("scores",) and "order" not in effects:
+            effects = difference.effects
+        return cause._replace(details=tuple(difference.lines), effects=effects)
+    return cause
+
+
+def _changed_lines(cause: Cause, one: Record, other: Record) -> list[str]:
+    """The lines of a class that differ, of the files that checkpoints recorded."""
+    sources = [
+        _source(record, value) for record, value in zip((one, other), cause.values, strict=True)
+    ]
+    names = ("A", "B")
+    missing = [name for name, source in zip(names, sources, strict=True) if source is None]
+    if missing:
+        return [f"no checkpoint of {' and '.join(missing)} has the source"]
+    before, after = (
+        source.decode(errors="replace").splitlines() for source in sources if source is not None
+    )
+    return [*unified_diff(before, after, *(f"{name}/{CODE}" for name in names), lineterm="", n=1)]
+
+
+def _source(record: Record, code: object) -> bytes | None:
+    """The source of a class, from the newest checkpoint that has it; empty without a class, None
+    if no checkpoint has it."""
+    match code:
+        case None:
+            return b""
+        case {"sha256": sha256}:
+            for path in reversed(record.checkpoints.values()):
+                try:
+                    source = read_small(path / CODE, LARGEST)
+                except OSError:
+                    continue
+                if Code("", source).sha256 == sha256:
+                    return source
+    return None
+
+
+def _record_causes(
+    one: Record, other: Record, damages: tuple[list[str], list[str]]
+) -> Iterator[Cause]:
+    """Rows and checkpoints of one run that were changed after they were written."""
+    if one.defect != other.defect:
+        defects = ([one.defect] if one.defect else [], [other.defect] if other.defect else [])
+        yield _changed("records", ("data", "order", "model", "updates", "scores"), defects)
+    if damages[0] != damages[1]:
+        yield _changed("checkpoints", ("scores",), damages)
+
+
+def _changed(name: str, effects: tuple[Effect, ...], lines: tuple[list[str], list[str]]) -> Cause:
+    """What was changed in A and in B after it was written."""
+    values = ["changed" if each else "unchanged" for each in lines]
+    details = [f"{run}: {line}" for run, each in zip("AB", lines, strict=True) for line in each]
+    return Cause(name, 1, (values[0], values[1]), effects, tuple(details))
+
+
+def _hidden_causes(one: Record, other: Record) -> tuple[list[Cause], list[str]]:
+    """Causes that no record has: shards that were changed on disk, and kernels that add in any
+    order. And what could not be read."""
+    causes: list[Cause] = []
+    notes: list[str] = []
+    if one.kind == "gpt2":
+        changed, unread = zip(*map(changed_shards, (one, other)), strict=True)
+        notes = [line for lines in unread for line in lines]
+        if any(changed):
+            causes.append(_changed("data", ("data",), (changed[0], changed[1])))
+    conditions = [record.stretches[-1].conditions for record in (one, other)]
+    is_gpu = any(each.get("device") not in ("cpu", None) for each in conditions)
+    if is_gpu and not all(each.get("train.deterministic") for each in conditions):
+        causes.append(Cause("train.deterministic", 1, (False, False), ("rounding",)))
+    return causes, [*dict.fromkeys(notes)]
+
+
+def _notes(one: Record, other: Record) -> list[str]:
+    """What limits the comparison."""
+    notes: list[str] = []
+    for name, record in (("A", one), ("B", other)):
+        if record.defect:
+            hint = f"{command_for('verify_run')} {record.folder} says more"
+            notes.append(f"{name} was changed after it was written: {record.defect}; {hint}")
+        if not record.rows:
+            notes.append(f"{name} has no row of a step yet")
+    if one.rows and other.rows and not one.rows.keys() & other.rows.keys():
+        notes.append("the runs have no row of a common step, so no numbers are compared")
+    if one.last != other.last:
+        shorter, last = min(("A", one.last), ("B", other.last), key=lambda pair: pair[1])
+        notes.append(f"{shorter} ends at step {last:,}: later steps are not compared")
+    return notes

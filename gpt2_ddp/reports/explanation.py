@@ -1,0 +1,368 @@
+"""An explanation of why two runs differ: a paragraph and tables for people, JSON for programs.
+
+Names and values come from files that anybody may have written. So each is cut to one line, with
+control characters escaped.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Any, Literal
+
+from gpt2_ddp.errors import truncate
+from gpt2_ddp.output import text_table
+from gpt2_ddp.project import command_for
+from gpt2_ddp.records.rows import Row
+from gpt2_ddp.reports.conditions import Cause, Effect
+from gpt2_ddp.reports.evidence import ROUNDED, SUFFICIENT, Evidence, limit
+from gpt2_ddp.reports.partings import Apart, Parting, TensorDifference
+
+Verdict = Literal["equal", "explained", "not explained"]
+EXIT_CODES: dict[Verdict, int] = {"equal": 0, "explained": 1, "not explained": 3}
+WORDS: dict[Effect, str] = {
+    "data": "the data",
+    "order": "the order of the data",
+    "model": "the model",
+    "updates": "the updates of the weights",
+    "rounding": "rounding",
+    "scores": "scores or kept weights",
+    "length": "the end of the run",
+    "none": "no number",
+}
+VALUE = 34
+"""Most characters of a value in the table."""
+LINE = 118
+"""Most characters of a line."""
+LINES = 40
+"""Most changed lines of a class that are shown."""
+NAMED = 5
+"""Most causes in a sentence, and most tensors in the table."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why two runs differ.
+
+    Attributes:
+        runs: their folders, A and B.
+        verdict: `equal`, `explained` or `not explained`.
+        first: name of the first cause: a condition such as `optim.lr`; where none suffices, what
+            parted, such as `loss`; empty for equal runs.
+        causes: differences that may change numbers, the first cause first.
+        ignored: names of differences that change no number.
+        partings: where numbers part, the earliest first.
+        explained_by: the names of the causes that suffice for each parting; none: not explained.
+        steps: the first common step and the last one; with the same number for none.
+        checkpoints: steps of the checkpoints that were compared.
+        notes: what could not be compared.
+        text: all of this for people: a paragraph, and tables.
+    """
+
+    runs: tuple[str, str]
+    verdict: Verdict
+    first: str
+    causes: list[Cause]
+    ignored: list[str]
+    partings: list[Parting]
+    explained_by: list[list[str]]
+    steps: tuple[int, int]
+    checkpoints: list[int]
+    notes: list[str]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def exit_code(self) -> int:
+        """0 for equal runs, 1 for a difference that is explained, 3 for one that is not."""
+        return EXIT_CODES[self.verdict]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of this in JSON values; null for a number that is not finite."""
+        return {
+            "runs": [*self.runs],
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "first": self.first,
+            "causes": [_cause_as_json(cause) for cause in self.causes],
+            "ignored": self.ignored,
+            "partings": [
+                _parting_as_json(parting) | {"explained_by": names}
+                for parting, names in zip(self.partings, self.explained_by, strict=True)
+            ],
+            "steps": [*self.steps],
+            "checkpoints": self.checkpoints,
+            "notes": self.notes,
+            "text": self.text,
+        }
+
+
+def as_text(found: Explanation, evidence: Evidence) -> Iterator[str]:
+    """The explanation for people, as lines: a paragraph, then tables."""
+    for name, run in zip("AB", found.runs, strict=True):
+        yield truncate(f"{name} = {run}", LINE)
+    paragraph = " ".join((*_answer(found), *_numbers(found, evidence)))
+    yield f"\n{fill(paragraph, LINE)}"
+    yield from _cause_lines(found.causes)
+    yield from _parting_lines(found)
+    if found.ignored:
+        names = truncate(", ".join(found.ignored), 1000)
+        yield f"\n{fill(f'These differ, and change no number: {names}', LINE)}"
+    if found.notes:
+        yield ""
+    yield from (truncate(f"note: {note}", 2 * LINE) for note in found.notes)
+
+
+def _cause_lines(causes: Sequence[Cause]) -> Iterator[str]:
+    """The table of causes, and what is known of some in detail."""
+    if not causes:
+        return
+    rows = [["cause", "A", "B", "from step", "may change"]]
+    for cause in causes:
+        shown = [_shown(value) for value in _apart(cause.values)]
+        rows.append([truncate(cause.name, VALUE), *shown, f"{cause.step:,}", _effects(cause)])
+    yield f"\n{text_table(rows)}"
+    for cause in causes:
+        lines = [f"  {truncate(line, LINE)}" for line in cause.details]
+        if lines:
+            yield "\n".join((f"\n{cause.name}:", *lines[:LINES]))
+        if len(lines) > LINES:
+            yield f"  ... {len(lines) - LINES} more lines"
+
+
+def _parting_lines(found: Explanation) -> Iterator[str]:
+    """The table of partings, how the losses' difference grew, and the tensors."""
+    if not found.partings:
+        return
+    rows = [["what parts", "equal until", "differs at", "first", "largest", "explained by"]]
+    for parting, names in zip(found.partings, found.explained_by, strict=True):
+        rows.append(_parting_row(parting, names))
+    yield f"\n{text_table(rows)}"
+    for parting in found.partings:
+        if parting.what == "loss" and len(parting.apart) > 1:
+            yield f"\n{text_table(_growth(parting))}"
+        if parting.tensors:
+            yield f"\n{text_table(_tensor_rows(parting))}"
+
+
+def _answer(found: Explanation) -> Iterator[str]:
+    """The first cause and the others, in sentences."""
+    names = [cause.name for cause in found.causes]
+    if found.verdict == "equal":
+        yield f"A and B are equal: no number differs in their common {_steps(found)}."
+        if found.checkpoints:
+            count = len(found.checkpoints)
+            yield f"The checkpoints that both have ({count}) are the same, bit for bit."
+    elif not names:
+        yield "The runs record no difference that may change a number."
+    elif names[0] == found.first:
+        yield _first_sentence(found.causes[0])
+        if names[1:]:
+            yield f"They also differ in {_listed(names[1:])}."
+    else:
+        yield f"The runs differ in {_listed(names)}, which does not explain what parts first."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return truncate(", ".join(names[:NAMED]), 3 * LINE) + more
+
+
+def _steps(found: Explanation) -> str:
+    first, last = found.steps
+    return f"steps {first + 1:,} to {last:,}" if last > first else "steps"
+
+
+def _numbers(found: Explanation, evidence: Evidence) -> Iterator[str]:
+    """Where the numbers part, and whether that is what the causes explain, in sentences."""
+    if found.verdict == "equal":
+        return
+    whats = {parting.what for parting in found.partings}
+    if not whats:
+        yield f"This has changed no number in their common {_steps(found)}."
+    elif "order" not in whats:
+        yield f"The order of the data is the same in their common {_steps(found)}."
+    for parting, names in zip(found.partings, found.explained_by, strict=True):
+        if parting.what in ("order", "loss", "tensors") or not names:
+            yield _parting_sentence(parting)
+        if parting.what == "loss" or not names:
+            yield _judgement(parting, evidence)
+    if found.verdict == "not explained":
+        yield from _advice(evidence)
+
+
+def _first_sentence(cause: Cause) -> str:
+    one, other = (_shown(value) for value in _apart(cause.values))
+    if cause.name == "train.deterministic" and cause.values[0] == cause.values[1]:
+        return "Without train.deterministic, kernels of a GPU add in another order each time."
+    begins = f"from step {cause.step:,} on" if cause.step > 1 else "from the start"
+    effect = f"may change {_effects(cause)}"
+    if cause.effects == ("rounding",):
+        effect = "changes only rounding"
+    differs = f"A and B differ first in {truncate(cause.name, LINE)}"
+    return f"{differs} ({one} and {other}, {begins}), which {effect}."
+
+
+def _parting_sentence(parting: Parting) -> str:
+    where = f"at step {parting.step:,}"
+    if parting.equal_until is not None and parting.equal_until < parting.step - 1:
+        where = f"between steps {parting.equal_until:,} and {parting.step:,}"
+    if parting.tensors:
+        most = parting.most[0]
+        count = f"{len(parting.tensors)} of {parting.compared} tensors differ"
+        return (
+            f"In {parting.field} of step {parting.step:,}, {count}; {truncate(most.name, LINE)} is"
+            f" farthest apart, by {_percent(most.share)} of its norm."
+        )
+    if parting.what == "order":
+        return f"The order of the data parts {where}."
+    beginning = parting.apart[0]
+    largest = parting.largest
+    assert largest, "numbers part in a row"
+    subject = {"loss": "The losses part", "scores": "The scores part"}
+    sentence = (
+        f"{subject.get(parting.what, f'The {parting.what} parts')} {where} by {_amount(beginning)}"
+    )
+    if largest.step != beginning.step:
+        return f"{sentence}, and are at most {_amount(largest)} apart, at step {largest.step:,}."
+    return f"{sentence}."
+
+
+def _judgement(parting: Parting, evidence: Evidence) -> str:
+    """Whether a parting is what its causes explain."""
+    sufficient = evidence.sufficient(parting)
+    rounding = [cause for cause in evidence.causes if "rounding" in cause.effects]
+    if sufficient and SUFFICIENT[parting.what] & {*sufficient[0].effects}:
+        return f"Expected: {sufficient[0].name} explains any difference."
+    explains = f"rounding in {evidence.precision} explains"
+    if sufficient:
+        steps = parting.apart[-1].step - sufficient[0].step + 1 if parting.apart else 0
+        share = _percent(limit(evidence.precision, steps))
+        return f"Expected: {explains} {share} of the loss after {steps:,} steps."
+    if rounding and parting.what in ROUNDED:
+        beyond = evidence.beyond_rounding(parting, rounding[0])
+        if beyond:
+            share = _percent(limit(evidence.precision, beyond.step - rounding[0].step + 1))
+            apart = f"step {beyond.step:,} is {_percent(beyond.share)} apart"
+            return f"Not explained: {apart}, and {explains} at most {share}."
+    return "Not explained by these differences."
+
+
+def _advice(evidence: Evidence) -> Iterator[str]:
+    """What may be behind a difference that no record explains."""
+    commits = [record.stretches[-1].conditions.get("commit") for record in evidence[:2]]
+    if any(str(commit).endswith("-dirty") for commit in commits):
+        yield "The clone had changes that no run records (a commit with -dirty)."
+    command = f"{command_for('verify_run')} RUN --replay FROM:TO"
+    yield f"{command} trains steps of either run again, and says which of the two repeats."
+
+
+def _parting_row(parting: Parting, names: Sequence[str]) -> list[str]:
+    """A row of the table of partings."""
+    first = _amount(parting.apart[0]) if parting.apart else "–"
+    largest = (
+        f"{_amount(parting.largest)} at step {parting.largest.step:,}" if parting.largest else "–"
+    )
+    if parting.tensors:
+        first = f"{len(parting.tensors)} of {parting.compared} tensors"
+        largest = _percent(parting.most[0].share)
+    until = "–" if parting.equal_until is None else f"{parting.equal_until:,}"
+    because = truncate(", ".join(names) or "nothing", VALUE)
+    return [parting.what, until, f"{parting.step:,}", first, largest, because]
+
+
+def _growth(parting: Parting) -> list[list[str]]:
+    """How the difference of the losses grew."""
+    rows = [["step", "loss of A", "loss of B", "apart", "share"]]
+    for apart in parting.growth:
+        losses = ["–" if value is None else f"{value:.6f}" for value in apart.values]
+        rows.append([f"{apart.step:,}", *losses, f"{apart.difference:.1e}", _percent(apart.share)])
+    return rows
+
+
+def _tensor_rows(parting: Parting) -> list[list[str]]:
+    """The first tensors that differ, and those that differ most."""
+    rows = [[f"in {parting.field}, step {parting.step:,}", "of its norm", "largest element"]]
+    shown = dict.fromkeys([*parting.tensors[:1], *parting.most[:NAMED]])
+    rows += [_tensor_row(tensor) for tensor in shown]
+    return rows
+
+
+def _tensor_row(tensor: TensorDifference) -> list[str]:
+    return [truncate(tensor.name, LINE), _percent(tensor.share), f"{tensor.largest:.1e}"]
+
+
+def _effects(cause: Cause) -> str:
+    return ", ".join(WORDS[effect] for effect in cause.effects)
+
+
+def _apart(values: tuple[object, object]) -> tuple[object, object]:
+    """Two values without what they share: of lists and mappings, the first items that differ."""
+    match values:
+        case (list(one), list(other)) if one and other:
+            for pair in zip(one, other, strict=False):
+                if pair[0] != pair[1]:
+                    return _apart(pair)
+            return values
+        case ({"name": first, "sha256": one}, {"name": second, "sha256": other}):
+            return f"{first} {str(one)[:8]}", f"{second} {str(other)[:8]}"
+        case _:
+            return values
+
+
+def _shown(value: object) -> str:
+    """A value in the text; hashes are cut."""
+    if isinstance(value, dict) and {*value} == {"name", "sha256"}:
+        value = f"{value['name']} {str(value['sha256'])[:8]}"
+    text = "null" if value is None else str(value)
+    is_hash = len(text) in (40, 64) and all(letter in "0123456789abcdef" for letter in text)
+    return text[:10] if is_hash else truncate(text, VALUE)
+
+
+def _amount(apart: Apart) -> str:
+    return f"{apart.difference:.1e} ({_percent(apart.share)})"
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "no number"
+    return f"{share:.1e}" if share < 1e-3 else f"{share:.2%}"
+
+
+def _cause_as_json(cause: Cause) -> Row:
+    return {
+        "name": cause.name,
+        "step": cause.step,
+        "values": [*cause.values],
+        "effects": [*cause.effects],
+        "details": [*cause.details],
+    }
+
+
+def _parting_as_json(parting: Parting) -> Row:
+    def as_json(number: float | None) -> float | None:
+        return number if number is not None and math.isfinite(number) else None
+
+    def apart_as_json(apart: Apart) -> Row:
+        numbers = {"difference": apart.difference, "share": apart.share}
+        return {
+            "step": apart.step,
+            "values": [*apart.values],
+            **{name: as_json(number) for name, number in numbers.items()},
+        }
+
+    return {
+        "what": parting.what,
+        "field": parting.field,
+        "step": parting.step,
+        "equal_until": parting.equal_until,
+        "largest": apart_as_json(parting.largest) if parting.largest else None,
+        "growth": [apart_as_json(apart) for apart in parting.growth],
+        "tensors": [
+            {"name": each.name, "share": as_json(each.share), "largest": as_json(each.largest)}
+            for each in parting.most
+        ],
+        "compared": parting.compared,
+    }

@@ -1,0 +1,451 @@
+"""Why two runs differ: planted differences are named first, and none is invented."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import expect_error, run_script
+from conftest import once
+from ranks import in_turn, run_ranks
+from runs import (
+    all_rows,
+    checkpoint_at,
+    edit_manifest,
+    edit_rows,
+    forge,
+    job_config,
+    reseal,
+    spoil,
+    train,
+    train_with_faults,
+    training_config,
+)
+from safetensors.torch import load_file, save_file
+
+from gpt2_ddp import explain
+from gpt2_ddp.config.base import leaves
+from gpt2_ddp.config.saved import CONFIGS
+from gpt2_ddp.config.tools import ExplainConfig
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.order import Permutation
+from gpt2_ddp.data.shards import count_windows
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.conditions import EFFECTS, effects_of
+from gpt2_ddp.reports.evidence import LIMITS, limit
+from gpt2_ddp.reports.explain import explain_runs
+from gpt2_ddp.tasks.user_task import Code, find, trust
+
+CLASS = """
+from gpt2_ddp import Pretraining
+
+RATE = 1e-3
+
+
+class Mine(Pretraining):
+    def schedule(self, step):
+        return {"lr": RATE, "weight_decay": 0.1}
+"""
+FIELDS = {
+    "optim.weight_decay": 0.2,
+    "optim.betas": [0.9, 0.99],
+    "optim.name": "muon",
+    "optim.schedule": "constant",
+    "optim.grad_clip": 0.1,
+    "model.n_layer": 1,
+    "model.n_head": 4,
+    "model.architecture": "llama",
+    "model.dropout": 0.1,
+    "model.document_mask": True,
+    "train.init_from": "runs/other",
+    "train.mixed_precision": "bf16",
+    "train.activation_checkpointing": True,
+    "launch.parallel": "fsdp",
+    "eval.tokens": 600,
+    "data.weights": [2, 1],
+}
+"""Another value of a field, by the field."""
+ROUNDING = ("train.mixed_precision", "train.activation_checkpointing", "launch.parallel")
+UNSEEN = {
+    "tracking.log_every": 2,
+    "tracking.sample_every": 5,
+    "checkpoint.every": 2,
+    "checkpoint.mirror": "s3://bucket/runs",
+    "eval.every": 5,
+    "guard.patience": 3,
+    "train.max_minutes": 60,
+    "train.mixed_precision": "auto",
+    "optim.muon_lr": 0.03,
+    "output_dir": "elsewhere",
+    "run_name": "other",
+    "data.path": ["moved/data"],
+}
+"""Fields that change no number of this run."""
+
+
+def trained_window(data):
+    """A window of the first shard that step 5 trains on."""
+    manifest = read_manifest(data)
+    order = Permutation(1337, count_windows(manifest.tokens("train"), 32))
+    items = order.items_at(np.arange(48, 60)).tolist()
+    return next(item for item in items if item < manifest.splits["train"][0].tokens // 32)
+
+
+def make_runs(corpus, folder):
+    """Trains GPTs of ten steps, and jobs."""
+    shutil.copytree(corpus, folder / "data")
+    shutil.copytree(corpus, folder / "window")
+    change_token(folder / "window", 32 * trained_window(corpus) + 5)
+    for name, rate in (("mine", "1e-3"), ("other", "2e-3")):
+        (folder / f"{name}.py").write_text(CLASS.replace("1e-3", rate))
+        trust(find(f"{folder / name}.py:Mine"))
+
+    def config(name, changes):
+        given = {"run_name": name, "train.mixed_precision": "no"} | changes
+        return training_config(folder / given.pop("data", "data"), folder, given)
+
+    masks = {"model.dropout": 0.1}
+    middle = str(folder / "base/checkpoints/step-00000005")
+    trained = {
+        "base": {},
+        "again": {"tracking.log_every": 2, "checkpoint.every": 2},
+        "seed": {"seed": 1},
+        "lr": {"optim.lr": 0.004},
+        "micro": {"train.micro_batch_size": 2},
+        "masks": masks,
+        "masks-micro": masks | {"train.micro_batch_size": 2},
+        "length": {"train.steps": 8},
+        "batch": {"train.global_batch_tokens": 192},
+        "window": {"data": "window"},
+        "branch": {"train.branch_from": middle, "optim.lr": 0.002},
+        "mine": {"task": f"{folder}/mine.py:Mine"},
+        "other": {"task": f"{folder}/other.py:Mine"},
+    }
+    calls = [(train, config(name, changes)) for name, changes in trained.items()]
+    rolled = config("rolled", {"guard.patience": 1})
+    stopped = config("stopped", {})
+    ranks = config("ranks", {})
+    calls.append((train_with_faults, rolled, (72, 84)))
+    calls.append((train_with_faults, stopped, (0, 0), 1, 4, signal.SIGTERM))
+    calls.append((train, stopped))
+    calls.append((train_with_faults, ranks, (0, 0), 1, 5, signal.SIGTERM))
+    for name, changes in JOBS.items():
+        calls.append((train, job_config("regression", folder, {"run_name": name} | changes)))
+    (outcomes,) = run_ranks(in_turn, 1, *calls, timeout=600)
+    assert {*outcomes} == {"completed", "stopped"}, outcomes
+    assert run_ranks(train, 2, ranks) == ["completed"] * 2
+
+
+JOBS = {
+    "job": {},
+    "job-again": {"tracking.log_every": 5},
+    "job-rate": {"optim.lr": 0.02},
+    "job-points": {"data.points": 102},
+}
+
+
+def change_token(folder, token):
+    """Changes a training token of the first shard, and makes the manifest fit."""
+    splits = json.loads((folder / "manifest.json").read_text())["splits"]
+    shard = splits["train"][0]
+    with (folder / shard["file"]).open("r+b") as file:
+        file.seek(1024 + 2 * token)
+        (before,) = struct.unpack("<H", file.read(2))
+        file.seek(-2, os.SEEK_CUR)
+        file.write(struct.pack("<H", (before + 1) % 500))
+    shard["sha256"] = sha256_file(folder / shard["file"])
+    edit_manifest(folder, splits=splits)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    """A folder with all runs."""
+    return once(tmp_path_factory, "explained", lambda folder: make_runs(corpus, folder))
+
+
+@pytest.fixture
+def pair(runs, tmp_path):
+    """The base run, and a copy of it that a test changes."""
+    return runs / "base", Path(shutil.copytree(runs / "base", tmp_path / "copy"))
+
+
+def first_row(rows, event="start"):
+    return next(row for row in rows if row.get("event") == event)
+
+
+def words(found):
+    """The text, with single blanks in place of line breaks."""
+    return " ".join(found.text.split())
+
+
+# Planted differences
+
+
+PLANTED = {
+    "base seed": "seed",
+    "base lr": "optim.lr",
+    "base micro": "train.micro_batch_size",
+    "masks masks-micro": "train.micro_batch_size",
+    "base masks": "model.dropout",
+    "base length": "train.steps",
+    "base batch": "train.global_batch_tokens",
+    "base window": "data",
+    "base branch": "optim.lr",
+    "base rolled": "skipped positions",
+    "base ranks": "processes",
+    "mine other": "code",
+    "base mine": "code",
+    "job job-rate": "optim.lr",
+    "job job-points": "data.points",
+}
+
+
+@pytest.mark.parametrize("names", PLANTED)
+def test_the_first_cause_of_two_trained_runs(runs, names):
+    pair = [runs / name for name in names.split()]
+    for first, second in (pair, pair[::-1]):
+        found = explain(first, second)
+        assert (found.first, found.exit_code) == (PLANTED[names], 1), found.text
+        assert f"A and B differ first in {PLANTED[names]} (" in words(found)
+
+
+def set_field(rows, name, value):
+    """Changes a field in the recorded configuration."""
+    section, _, key = name.rpartition(".")
+    config = first_row(rows)["config"]
+    (config[section] if section else config)[key] = value
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_changed_field_is_the_first_cause(pair, name):
+    """Losses and gradients are other ones, too, or, of an evaluation, its scores."""
+    scale = 1 + (2e-6 if name in ROUNDING else 0.01)
+
+    def edit(rows):
+        set_field(rows, name, FIELDS[name])
+        for row in rows:
+            for field in ("val_loss",) if name == "eval.tokens" else ("loss", "grad_norm"):
+                row.update({field: row[field] * scale} if field in row else {})
+
+    forge(pair[1], edit)
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == (name, 1), found.text
+    assert [cause.name for cause in found.causes] == [name]
+
+
+RECORDED = {
+    "versions.torch": lambda start: start["versions"].update(torch="2.9.0"),
+    "versions.python": lambda start: start["versions"].update(python="3.9.1"),
+    "threads": lambda start: start.update(threads=7),
+    "device": lambda start: start.update(device="NVIDIA H100"),
+    "compile": lambda start: start.update(compile="model"),
+    "commit": lambda start: start.update(commit="0" * 40),
+    "hardware": lambda start: start.update(hardware="other"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_change_of_a_recorded_start_is_the_first_cause(pair, name):
+    forge(pair[1], lambda rows: RECORDED[name](first_row(rows)))
+    found = explain(*pair)
+    assert (found.first, found.exit_code, found.partings) == (name, 1, []), found.text
+    assert "This has changed no number in their common steps 1 to 10." in words(found)
+
+
+def test_a_changed_tensor_is_named_and_not_explained(pair):
+    file = checkpoint_at(pair[1], 10) / "model.safetensors"
+    weights = load_file(file)
+    weights["h.1.mlp.c_fc.weight"][3, 4] += 0.5
+    save_file(weights, file)
+    reseal(file)
+    forge(pair[1])
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("tensor h.1.mlp.c_fc.weight", 3), found.text
+    (parting,) = found.partings
+    assert (parting.step, parting.equal_until) == (10, 5)
+    assert parting.most[0].largest == pytest.approx(0.5)
+    assert "record no difference" in words(found)
+
+
+def test_a_changed_loss_is_not_explained(pair):
+    forge(pair[1], lambda rows: rows[6].update(loss=rows[6]["loss"] + 0.25))
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("loss", 3), found.text
+    assert found.partings[0].step == all_rows(pair[0])[6]["step"]
+
+
+def test_rounding_explains_no_large_difference(pair):
+    """Threads differ, and a loss is 25 % larger."""
+
+    def edit(rows):
+        first_row(rows)["threads"] = 7
+        rows[6]["loss"] *= 1.25
+
+    forge(pair[1], edit)
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("loss", 3), found.text
+    assert "rounding in fp32 explains at most" in words(found)
+    assert [cause.name for cause in found.causes] == ["threads"]
+
+
+def test_a_changed_order_is_not_explained_by_rounding(pair):
+    def edit(rows):
+        first_row(rows)["threads"] = 7
+        for row in rows[6:]:
+            if "order_digest" in row:
+                row["order_digest"] = row["order_digest"][::-1]
+
+    forge(pair[1], edit)
+    assert (explain(*pair).first, explain(*pair).exit_code) == ("order", 3)
+
+
+def test_damaged_records_are_the_first_cause(pair):
+    spoil(checkpoint_at(pair[1], 10) / "model.safetensors")
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("checkpoints", 1), found.text
+    assert "model.safetensors" in words(found)
+    rows = (pair[1] / "metrics.jsonl").read_text()
+    loss = f'"loss": {all_rows(pair[1])[6]["loss"]}'
+    (pair[1] / "metrics.jsonl").write_text(rows.replace(loss, '"loss": 1.5', 1))
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("records", 1), found.text
+    assert "its chain is wrong" in words(found)
+
+
+def test_a_shard_that_was_changed_on_disk(runs, tmp_path):
+    """The manifest that both runs record is the same."""
+    shutil.copytree(runs / "data", tmp_path / "moved")
+    run = Path(shutil.copytree(runs / "base", tmp_path / "copy"))
+
+    def edit(rows):
+        first_row(rows)["config"]["data"]["path"] = [str(tmp_path / "moved")]
+        rows[6]["loss"] *= 1.25
+
+    forge(run, edit)
+    spoil(tmp_path / "moved/train_000001.bin")
+    found = explain(runs / "base", run)
+    assert (found.first, found.exit_code) == ("data", 1), found.text
+    assert "train_000001.bin" in words(found)
+
+
+# No difference
+
+
+@pytest.mark.parametrize("name", ["base", "again", "stopped"])
+def test_runs_of_equal_numbers_are_equal(runs, name):
+    """The same run, trained again with other rows and checkpoints, and resumed."""
+    found = explain(runs / "base", runs / name)
+    assert (found.verdict, found.exit_code, found.first) == ("equal", 0, ""), found.text
+    assert (found.causes, found.partings) == ([], [])
+    assert "A and B are equal" in words(found)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_field_without_an_effect_is_no_cause(pair, name):
+    forge(pair[1], lambda rows: set_field(rows, name, UNSEEN[name]))
+    found = explain(*pair)
+    assert (found.verdict, found.causes, found.ignored) == ("equal", [], [name]), found.text
+
+
+def test_no_difference_of_a_job_and_of_a_torn_row(runs, pair):
+    assert explain(runs / "job", runs / "job-again").exit_code == 0
+    with (pair[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')
+    assert explain(*pair).exit_code == 0
+
+
+def test_a_shorter_run_is_equal_up_to_its_end(runs, pair):
+    edit_rows(pair[1], lambda rows: rows.__delitem__(slice(7, None)))
+    shutil.rmtree(pair[1] / "checkpoints")
+    found = explain(*pair)
+    assert found.exit_code == 0
+    assert "later steps are not compared" in words(found)
+
+
+# What is said of a cause
+
+
+def test_the_shard_the_window_and_its_first_step(runs):
+    """Losses part in the step that trains on the window, and in no step before."""
+    found = explain(runs / "base", runs / "window")
+    shard = read_manifest(runs / "data").splits["train"][0].file
+    differ, windows, step = found.causes[0].details
+    assert differ.endswith(f"differ in train shard {shard}")
+    assert windows.endswith(f"windows differ; the first is window {trained_window(runs / 'data')}")
+    assert windows.startswith("1 of ")
+    (loss,) = (parting for parting in found.partings if parting.what == "loss")
+    assert (loss.equal_until, loss.step) == (4, 5)
+    assert step == "step 5 is the first that trained on one of them"
+
+
+def test_changed_lines_of_a_class_are_shown_and_not_executed(runs, monkeypatch):
+    monkeypatch.setattr(Code, "load", None)
+    details = explain(runs / "mine", runs / "other").causes[0].details
+    assert {"-RATE = 1e-3", "+RATE = 2e-3"} <= {*details}
+
+
+def test_each_cause_has_its_first_step(runs):
+    found = explain(runs / "base", runs / "ranks")
+    assert found.causes[0].step == 6
+    assert "The order of the data is the same" in words(found)
+    rolled = explain(runs / "base", runs / "rolled")
+    assert rolled.causes[0].step == 6
+    branch = explain(runs / "base", runs / "branch")
+    assert (branch.causes[0].step, branch.steps) == (6, (5, 10))
+
+
+def test_what_a_difference_follows_from_has_its_effects(runs):
+    """A schedule without an end of its own ends with the run."""
+    (cause,) = explain(runs / "base", runs / "length").causes
+    assert cause.effects == ("updates", "length")
+    (cause,) = explain(runs / "masks", runs / "masks-micro").causes
+    assert cause.effects == ("updates", "rounding")
+
+
+def test_every_field_has_an_effect():
+    """The longest beginning of its name; a new section needs a decision."""
+    for command in CONFIGS.values():
+        for name, _ in leaves(command):
+            assert effects_of(name, {}, {}), name
+            assert name in EFFECTS or name.rpartition(".")[0] in EFFECTS, name
+
+
+def test_limits_grow_with_the_steps():
+    for precision, limits in LIMITS.items():
+        steps, shares = zip(*limits, strict=True)
+        assert [*steps] == sorted(steps)
+        assert [*shares] == sorted(shares)
+        assert limit(precision, 1) == shares[0]
+        assert limit(precision, 10**9) == shares[-1]
+
+
+# The command
+
+
+def test_the_command_prints_json(runs, capsys):
+    config = ExplainConfig(runs=(str(runs / "base"), str(runs / "lr")), json=True)
+    assert explain_runs(config) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["first"], found["exit_code"]) == ("optim.lr", 1)
+    assert found["text"] == explain(runs / "base", runs / "lr").text
+    assert found["partings"][0]["explained_by"] == ["optim.lr"]
+
+
+def test_wrong_input_is_one_line(runs, pair, tmp_path):
+    base = runs / "base"
+    code, errors = run_script("explain", [str(base)])
+    assert (code, errors.count("error: ")) == (2, 1)
+    assert "name two run folders" in errors
+    expect_error("is of a regression run, .* of a gpt2 run", explain, base, runs / "job")
+    expect_error("there is no such folder", explain, base, tmp_path / "missing")
+    expect_error("is no run folder", explain, base, tmp_path)
+    expect_error("is a checkpoint", explain, checkpoint_at(base, 5), base)
+    (pair[1] / "metrics.jsonl").write_text("no row\n")
+    expect_error("has no row of a start", explain, *pair)
+    edit = {"event": "start", "step": 0, "kind": "of a stranger"}
+    (pair[1] / "metrics.jsonl").write_text(json.dumps(edit) + "\n")
+    expect_error("unknown kind of run", explain, *pair)
