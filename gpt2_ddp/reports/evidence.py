@@ -10,13 +10,14 @@ from gpt2_ddp.reports.conditions import Cause, Effect, Record, precision_of
 from gpt2_ddp.reports.partings import Apart, Parting, What
 
 TRAINING: frozenset[Effect] = frozenset({"data", "order", "model", "updates"})
+SCORED: frozenset[Effect] = frozenset({*TRAINING, "scores"})
 SUFFICIENT: dict[What, frozenset[Effect]] = {
     "order": frozenset({"order"}),
     "learning rate": frozenset({"updates"}),
     "loss": TRAINING,
     "gradient norm": TRAINING,
-    "scores": TRAINING | {"scores"},
-    "tensors": TRAINING | {"scores"},
+    "scores": SCORED,
+    "tensors": SCORED,
 }
 """The effects that suffice for a parting, however large it is."""
 ROUNDED: tuple[What, ...] = ("loss", "gradient norm", "scores", "tensors")
