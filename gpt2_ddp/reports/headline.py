@@ -67,10 +67,24 @@ def _scores(run: RunRecord) -> Iterator[Fact]:
     bits = best.get("val_bits_per_byte")
     if is_finite(bits):
         others = [f"{name} {score:.3f}" for name, score in run.compressors.items()]
+        expected = _expected(run)
+        if expected:
+            others.insert(0, f"expected about {expected:.1f}")
         yield Fact(f"{bits:.3f}", f"bits per byte ({', '.join(['best step', *others])})")
     loss = run.last("loss_mean").get("loss_mean")
     if not best and is_finite(loss):
         yield Fact(number_text(loss), "training loss")
+
+
+def _expected(run: RunRecord) -> float | None:
+    """The bits per byte that the run's first start has foretold; None if it has not."""
+    for event in run.events:
+        match event:
+            case {"event": "start", "forecast": {"bits_per_byte": float(bits)}} if is_finite(bits):
+                return bits
+            case _:
+                pass
+    return None
 
 
 def total_steps(run: RunRecord) -> int | None:

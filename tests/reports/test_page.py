@@ -276,6 +276,9 @@ def test_the_first_line(tmp_path):
         "3 validation loss (best 2 at step 200)",
         "1.250 bits per byte (best step)",
     ]
+    rows[0]["forecast"] = {"bits_per_byte": 1.34}
+    (foretold,) = read_runs([make_run(tmp_path / "foretold", rows)])
+    assert "bits per byte (best step, expected about 1.3)" in [fact[1] for fact in facts(foretold)]
     (saved / "model-00002-of-00002.safetensors").write_bytes(b"\xff" * 20)
     assert count_parameters(folder) == 0
     assert [count_text(n) for n in (999, 1_234_567, 2.5e9)] == ["999", "1.23 M", "2.5 B"]
