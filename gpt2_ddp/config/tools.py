@@ -135,8 +135,8 @@ class EvaluateConfig(CheckpointCommand):
     the last `stride` tokens of each are scored, all of the first; half of block_size takes twice as
     long; null: block_size, windows side by side"""
     tasks: tuple[str, ...] = ()
-    """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items
-    (docs/evaluation.md)"""
+    """tasks to score instead of the split: `hellaswag` or `lambada` (from the Hub), or jsonl files of
+    items (docs/evaluation.md); `TASK:5` puts five examples before each item"""
     task_items: PositiveInt | None = None
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()
