@@ -100,7 +100,9 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
         if not files:
             raise UserError("source", source, "has no .bin file; name a folder that has some")
         if any((file.parent / CHARACTERS).exists() for file in files):
-            hint = "its ids are nanoGPT's characters, as meta.pkl shows, which no tokenizer here has"
+            hint = (
+                "its ids are nanoGPT's characters, as meta.pkl shows, which no tokenizer here has"
+            )
             advice = "prepare its text: prepare_data.py --source input.txt --tokenizer bytes"
             raise UserError("source", source, f"{hint}; {advice}")
         found += files

@@ -331,9 +331,7 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
 
 
-def write_scores(
-    place: Path, items: ItemSet, answers: Answers, facts: Mapping[str, Any]
-) -> None:
+def write_scores(place: Path, items: ItemSet, answers: Answers, facts: Mapping[str, Any]) -> None:
     """Writes `PLACE.jsonl`, the items and their log-likelihoods, with targets whether the model
     would generate them, then `PLACE.json`, each by a rename. `facts`: the metrics, the scored
     checkpoint and settings."""

@@ -69,9 +69,7 @@ class Trace:
         self._metrics.print(f"note: {named}, and this training goes {trained}: {here}")
 
     @contextmanager
-    def around(
-        self, step: int, last_step: int | None, throughput: Throughput
-    ) -> Generator[None]:
+    def around(self, step: int, last_step: int | None, throughput: Throughput) -> Generator[None]:
         """Records a step if it is in the range, with the name that viewers of traces know. Writes
         the trace after the range or the run's last step, and after a rollback that leaves the
         range."""
