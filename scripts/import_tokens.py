@@ -1,7 +1,7 @@
 """Import token files of llm.c, modded-nanogpt or nanoGPT as a folder of token shards.
 
-    python scripts/import_tokens.py llm.c/dev/data/fineweb10B   # fineweb_train_*.bin, fineweb_val_*.bin
-    python scripts/import_tokens.py nanoGPT/data/openwebtext    # train.bin, val.bin
+    python scripts/import_tokens.py llm.c/dev/data/fineweb10B  # fineweb_train_*.bin, ..._val_*.bin
+    python scripts/import_tokens.py nanoGPT/data/openwebtext  # train.bin, val.bin
 
 The name of each file has its split: train or val. The first tokens are printed as text: compare
 them, since the files do not name their tokenizer (--tokenizer).

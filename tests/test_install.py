@@ -68,7 +68,7 @@ def test_settings_are_given_to_uv():
     assert variables["UV_CACHE_DIR"] == "/c/uv"
     assert variables["UV_HTTP_TIMEOUT"] == "9"
     assert install.for_uv({"no-index": "0", "no-cache-dir": "off"})[0] == []
-    with pytest.raises(ValueError, match="^no-binary, require-hashes$"):
+    with pytest.raises(ValueError, match=r"^no-binary, require-hashes$"):
         install.for_uv({"no-binary": "numpy", "cert": "/x", "require-hashes": "1", "quiet": "1"})
 
 

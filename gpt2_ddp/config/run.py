@@ -98,9 +98,9 @@ class TrackingConfig(Section):
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without
     a login"""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """first and last step to record with torch's profiler, such as 10 13, at most 100 steps: the run
-    folder gets a trace for Perfetto and a table of the most expensive operations, on GPUs also a
-    snapshot of the memory (docs/tracking.md); null: none"""
+    """first and last step to record with torch's profiler, such as 10 13, at most 100 steps: the
+    run folder gets a trace for Perfetto and a table of the most expensive operations, on GPUs also
+    a snapshot of the memory (docs/tracking.md); null: none"""
 
     @field_validator("profile_steps")
     @classmethod

@@ -132,7 +132,7 @@ class ImportTokensConfig(Command):
     """folder for the shards and their manifest.json; null: data/ and the name of the first source,
     of a file that of its folder"""
     tokenizer: str = "gpt2"
-    """the tokenizer of the files, which do not name it: a tiktoken encoding, or a tokenizer.json"""
+    """tokenizer of the files, which do not name it: a tiktoken encoding, or a tokenizer.json"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
 
@@ -166,8 +166,8 @@ class EvaluateConfig(CheckpointCommand):
     the last `stride` tokens of each are scored, all of the first; half of block_size takes twice as
     long; null: block_size, windows side by side"""
     tasks: tuple[str, ...] = ()
-    """tasks to score instead of the split: `hellaswag` or `lambada` (from the Hub), or jsonl files of
-    items (docs/evaluation.md); `TASK:5` puts five examples before each item"""
+    """tasks to score instead of the split: `hellaswag` or `lambada` (from the Hub), or jsonl files
+    of items (docs/evaluation.md); `TASK:5` puts five examples before each item"""
     task_items: PositiveInt | None = None
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()

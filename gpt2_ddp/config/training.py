@@ -314,9 +314,9 @@ class EvalConfig(Section):
     """early stopping: the run ends after so many evaluations in a row without a new lowest
     val_loss; each new lowest saves a checkpoint; null: train all steps"""
     tasks: tuple[str, ...] = ()
-    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` or `lambada` (from
-    the Hub), or jsonl files of items (docs/evaluation.md); `TASK:5` puts five examples before each
-    item"""
+    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` or
+    `lambada` (from the Hub), or jsonl files of items (docs/evaluation.md); `TASK:5` puts five
+    examples before each item"""
 
 
 class CheckpointConfig(KeepConfig):

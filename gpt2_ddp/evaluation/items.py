@@ -266,7 +266,7 @@ def _item(row: object) -> AnyItem:
     return Item.model_validate(row)
 
 
-def make_set(  # noqa: PLR0913
+def make_set(
     name: str,
     items: Sequence[AnyItem],
     most: int | None,
@@ -274,8 +274,8 @@ def make_set(  # noqa: PLR0913
     block_size: int,
     shots: int = 0,
 ) -> ItemSet:
-    """A task of these items, or of `most` of them, evenly spread, with examples before each. Raises:
-    ValueError for no items, too few for the examples, or one that cannot be scored."""
+    """A task of these items, or of `most` of them, evenly spread, with examples before each.
+    Raises: ValueError for no items, too few for the examples, or one that cannot be scored."""
     if not items:
         raise ValueError("has no items")
     if shots >= len(items):

@@ -230,8 +230,8 @@ def model():
 
 
 def made_requests(count):
-    """Of many lengths, the longest of T + 1 tokens; the last is a copy of the first. The second ends
-    with two tokens that `model` would generate."""
+    """Of many lengths, the longest of T + 1 tokens; the last is a copy of the first. The second
+    ends with two tokens that `model` would generate."""
     draw = np.random.default_rng(3)
     lengths = [49, *draw.integers(2, 50, count - 1)]
     requests = [

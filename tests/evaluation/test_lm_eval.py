@@ -61,7 +61,7 @@ def local_tasks(folder, page):
 
 
 def questions(contexts):
-    """Items with a target. A model of ten steps generates none of them: test_items.py has matches."""
+    """Items with a target. A model of ten steps generates none: test_items.py has matches."""
     targets = [" ", "the", "e", "\n", "self.x"]
     return [
         {"context": context, "target": targets[n % len(targets)]}
