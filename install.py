@@ -22,18 +22,18 @@ SECTIONS = ("global", "install", ":env:")
 """Sections of pip's configuration for `pip install`; the later ones override the earlier ones."""
 
 VARIABLES = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST",
-    "cert": "SSL_CERT_FILE",
-    "proxy": "ALL_PROXY",
-    "timeout": "UV_HTTP_TIMEOUT",
-    "default-timeout": "UV_HTTP_TIMEOUT",
-    "cache-dir": "UV_CACHE_DIR",
+    "index-url": ("UV_DEFAULT_INDEX", "UV_INDEX_URL"),
+    "extra-index-url": ("UV_INDEX", "UV_EXTRA_INDEX_URL"),
+    "find-links": ("UV_FIND_LINKS",),
+    "trusted-host": ("UV_INSECURE_HOST",),
+    "cert": ("SSL_CERT_FILE",),
+    "proxy": ("HTTPS_PROXY", "HTTP_PROXY"),
+    "timeout": ("UV_HTTP_TIMEOUT",),
+    "default-timeout": ("UV_HTTP_TIMEOUT",),
+    "cache-dir": ("UV_CACHE_DIR",),
 }
-"""uv's variable for a setting of pip. URLs may hold passwords, so they are no words of a command,
-which other users could read."""
+"""uv's variables for a setting of pip; the second one of an index is that of older releases. URLs
+may hold passwords, so they are no words of a command, which other users could read."""
 
 WORDS = {"constraint": "--constraint", "no-index": "--no-index", "no-cache-dir": "--no-cache"}
 """uv's flag for other settings of pip."""
@@ -73,7 +73,8 @@ def for_uv(settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
             words += [] if value.lower() in OFF else [WORDS[name]]
         elif name in VARIABLES:
             separator = "," if name == "find-links" else " "
-            variables[VARIABLES[name]] = separator.join(value.split())
+            text = separator.join(value.split())
+            variables |= {variable: text for variable in VARIABLES[name] if text}
         elif name not in NO_EFFECT:
             unknown.append(name)
     if unknown:

@@ -56,11 +56,15 @@ def test_settings_are_given_to_uv():
     assert words == ["--constraint", "a.txt", "--constraint", "b.txt"]
     assert variables == {
         "UV_DEFAULT_INDEX": "https://user:secret@mirror.example/simple",
+        "UV_INDEX_URL": "https://user:secret@mirror.example/simple",
         "UV_INDEX": "https://one.example/simple https://two.example/simple",
+        "UV_EXTRA_INDEX_URL": "https://one.example/simple https://two.example/simple",
         "UV_FIND_LINKS": "/other/wheels",
         "UV_INSECURE_HOST": "mirror.example",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
     }
+    empty = {"find-links": "", "constraint": "", "quiet": "1"}
+    assert install.for_uv(empty) == ([], {"UV_INDEX_STRATEGY": "unsafe-best-match"})
     settings = {"no-index": "true", "find-links": "/a\n/b", "cache-dir": "/c", "timeout": "9"}
     words, variables = install.for_uv(settings)
     assert words == ["--no-index"]
