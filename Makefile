@@ -10,27 +10,22 @@ WORKERS = --dist loadfile --numprocesses $(shell $(PYTHON) -c "import os; print(
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-# pip compiles every file of every package, for half of its time; Python compiles those that are imported, and keeps that
+# Neither uv nor pip compiles the packages' files; Python compiles those that are imported, and keeps that
 unexport PYTHONDONTWRITEBYTECODE
-
-# Installs requirements file $(1) and prints every 5 s how much there is. pip stays in front, so that Ctrl-C ends it.
-define install
-@echo "installing $(1) into $(VENV): one to three minutes, once"
-@start=$$(date +%s); \
-(while sleep 5; kill -0 $$$$ 2>/dev/null; do \
-    echo "installing: $$(du -sm $(VENV) | cut -f1) MB after $$(($$(date +%s) - start)) s"; done) & \
-progress=$$!; $(BIN)/pip install --quiet --no-compile -r $(1); code=$$?; kill $$progress; exit $$code
-endef
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	$(call install,requirements.txt)
+	@echo "installing requirements.txt into $(VENV): seconds by uv, one to three minutes by pip, once"
+	@$(BIN)/python install.py requirements.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(call install,requirements-dev.txt)
+	@echo "installing requirements-dev.txt into $(VENV)"
+	@$(BIN)/python install.py requirements-dev.txt
 	@touch $@
+
+setup: $(VENV)/.installed  ## create .venv with the pinned packages: by uv, or by pip (INSTALLER=pip)
 
 train: $(VENV)/.installed  ## train configs/gpt2_stdlib.yaml, the default, on the built-in corpus; ARGS="--train.steps 500" adds flags
 	@$(BIN)/python scripts/train_gpt2.py $(ARGS)
@@ -117,4 +112,4 @@ clean:  ## remove the environments, the site and caches; data/ and runs/ stay
 	rm -rf $(VENV) .venv-docs .venv-lowest site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-lowest test-kinds test-cluster faults mutants bench gpu image test-image lock check format docs clean
+.PHONY: help setup train speedrun test test-slow test-lowest test-kinds test-cluster faults mutants bench gpu image test-image lock check format docs clean

@@ -38,6 +38,7 @@ NOTE = (
 GROUPS = {
     "train": (
         "prepare_data",
+        "import_tokens",
         "train_gpt2",
         "train_classifier",
         "train_regression",

@@ -17,6 +17,10 @@ MOST_ITEMS = 2**22
 """Most items of an optimizer step. Each process lists its micro-batches."""
 
 
+MOST_PROFILED = 100
+"""Most steps of a trace. Each takes memory and disk: a million events of some hundred bytes."""
+
+
 class ClipConfig(Section):
     """The optimizer"""
 
@@ -93,6 +97,21 @@ class TrackingConfig(Section):
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without
     a login"""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """first and last step to record with torch's profiler, such as 10 13, at most 100 steps: the
+    run folder gets a trace for Perfetto and a table of the most expensive operations, on GPUs also
+    a snapshot of the memory (docs/tracking.md); null: none"""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _is_range(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value:
+            return value
+        if len(value) != 2 or value[0] > value[1]:
+            raise ValueError("should be the first and the last step to record, such as 10 13")
+        if value[1] - value[0] >= MOST_PROFILED:
+            raise ValueError(f"are more than {MOST_PROFILED} steps, which no viewer opens")
+        return value
 
 
 NAME = "a name of letters, digits, _, - and ., which begins with none of - and ."

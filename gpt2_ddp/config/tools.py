@@ -120,6 +120,37 @@ class PrepareConfig(Command):
             yield "vocab_size", self.vocab_size, hint
 
 
+class ImportTokensConfig(Command):
+    """import_tokens.py: token files of llm.c, modded-nanogpt or nanoGPT as token shards"""
+
+    in_one_process = True
+    positional = "source"
+
+    source: tuple[str, ...] = ()
+    """files, or folders of `*.bin` files, one or several; the name of each has its split, train or
+    val, as fineweb_train_000001.bin and val.bin have"""
+    output: str | None = None
+    """folder for the shards and their manifest.json; null: data/ and the name of the first source,
+    of a file that of its folder"""
+    tokenizer: str = "gpt2"
+    """tokenizer of the files, which do not name it: a tiktoken encoding, or a tokenizer.json"""
+    shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
+    """most tokens per shard"""
+
+    @property
+    def folder(self) -> str:
+        """`output`, or data/NAME."""
+        if self.output:
+            return self.output
+        first = Path(self.source[0]).absolute()
+        return f"data/{first.name if first.is_dir() else first.parent.name}"
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """No file."""
+        if not self.source:
+            yield "source", "(none)", "name token files, or folders of them"
+
+
 class EvaluateConfig(CheckpointCommand):
     """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of
     small jobs"""
@@ -136,8 +167,8 @@ class EvaluateConfig(CheckpointCommand):
     the last `stride` tokens of each are scored, all of the first; half of block_size takes twice as
     long; null: block_size, windows side by side"""
     tasks: tuple[str, ...] = ()
-    """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items
-    (docs/evaluation.md)"""
+    """tasks to score instead of the split: `hellaswag` or `lambada` (from the Hub), or jsonl files
+    of items (docs/evaluation.md); `TASK:5` puts five examples before each item"""
     task_items: PositiveInt | None = None
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()

@@ -328,8 +328,9 @@ class EvalConfig(Section):
     """early stopping: the run ends after so many evaluations in a row without a new lowest
     val_loss; each new lowest saves a checkpoint; null: train all steps"""
     tasks: tuple[str, ...] = ()
-    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` (from
-    the Hub), or jsonl files of items (docs/evaluation.md)"""
+    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` or
+    `lambada` (from the Hub), or jsonl files of items (docs/evaluation.md); `TASK:5` puts five
+    examples before each item"""
 
 
 class CheckpointConfig(KeepConfig):

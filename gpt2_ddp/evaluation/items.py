@@ -1,7 +1,7 @@
-"""Evaluation tasks: items with choices that a model answers by likelihood, and their scores, by the
-rules of lm-eval.
+"""Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of
+lm-eval. An item has choices, or the one target of a continuation, as in LAMBADA or in questions.
 
-Items are the lines of a jsonl file, or HellaSwag from the Hub; docs/evaluation.md describes both.
+Items are the lines of a jsonl file, or a task of the Hub; docs/evaluation.md describes both.
 """
 
 import hashlib
@@ -26,15 +26,22 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.evaluation.evaluate import IGNORED, rounds
 from gpt2_ddp.files import parse_json, read_small
 
-METRICS = ("acc", "acc_norm")
+METRICS = ("acc", "acc_norm", "perplexity")
+"""Those of all tasks, in the order of tables."""
 LONGEST = 2**30  # bytes of a file of items
+SHOTS = re.compile(r"(.+):(\d{1,4})")
+"""A task with examples before each item, such as `my/questions.jsonl:5`."""
+BETWEEN = "\n\n"
+"""What separates examples and items."""
+
+Continuation = Annotated[str, Field(min_length=1)]
 
 
 class Item(BaseModel, frozen=True):
     """A context, which may be empty, and its possible continuations: a line of a file of items."""
 
     context: str
-    choices: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=2)
+    choices: tuple[Continuation, ...] = Field(min_length=2)
     label: int = Field(ge=0)
     """index of the right choice"""
 
@@ -45,6 +52,31 @@ class Item(BaseModel, frozen=True):
                 f"label {self.label} is not one of {len(self.choices)} choices, from 0"
             )
         return self
+
+    @property
+    def answer(self) -> str:
+        """The right choice."""
+        return self.choices[self.label]
+
+
+class TargetItem(BaseModel, frozen=True):
+    """A context, which may be empty, and its one right continuation: a line of such a file, too."""
+
+    context: str
+    target: Continuation
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The target alone."""
+        return (self.target,)
+
+    @property
+    def answer(self) -> str:
+        """The target."""
+        return self.target
+
+
+AnyItem = Item | TargetItem
 
 
 class Request(NamedTuple):
@@ -60,23 +92,40 @@ class ItemSet:
     """A task's items.
 
     Attributes:
-        requests: one for each choice of each item, in their order.
-        sha256: of the items.
+        items: all with choices, or all with a target.
+        requests: one for each choice of each item, in their order; of a target one.
+        sha256: of the items, and of the examples before them.
+        shots: number of examples before each item.
     """
 
     name: str
-    items: list[Item]
+    items: Sequence[AnyItem]
     requests: list[Request]
     sha256: str
+    shots: int = 0
 
     @property
-    def chance(self) -> float:
-        """The accuracy of guessing."""
+    def has_targets(self) -> bool:
+        """Whether the items have a target in place of choices."""
+        return isinstance(self.items[0], TargetItem)
+
+    @property
+    def chance(self) -> float | None:
+        """The accuracy of guessing; None for targets, where it is none to speak of."""
+        if self.has_targets:
+            return None
         return sum(1 / len(item.choices) for item in self.items) / len(self.items)
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """The values of each item's requests, from those of all."""
         return np.split(values, np.cumsum([len(item.choices) for item in self.items])[:-1])
+
+
+class Answers(NamedTuple):
+    """A model's answers to requests."""
+
+    nats: np.ndarray  # log-likelihoods of the scored tokens, fp64 [n]
+    greedy: np.ndarray  # whether each scored token is the likeliest one, bool [n]
 
 
 class HellaSwag(BaseModel):
@@ -98,23 +147,44 @@ class HellaSwag(BaseModel):
         return {"context": texts[0], "choices": texts[1:], "label": self.label}
 
 
+class Lambada(BaseModel):
+    """A row of LAMBADA, and of its own files: a text, whose last word is the target."""
+
+    text: str
+
+    def item(self) -> dict[str, Any]:
+        """The item that lm-eval makes of the row."""
+        context, _, word = self.text.rpartition(" ")
+        return {"context": context, "target": word}
+
+
+HUB = {
+    "hellaswag": ("Rowan/hellaswag", None, "validation"),
+    "lambada": ("EleutherAI/lambada_openai", "default", "test"),
+}
+"""Tasks of the Hub: data set, its configuration and its split."""
+
+
 def load_sets(
     field: str, tasks: Sequence[str], most: int | None, tokenizer: Tokenizer, block_size: int
 ) -> list[ItemSet]:
-    """The tasks, `hellaswag` or files, in their order, as requests to a model of this context; of
-    each at most `most` items. Raises: UserError of `field` if a task does not exist, has an invalid
+    """The tasks, of `HUB` or files, in their order, as requests to a model of this context; of each
+    at most `most` items. Raises: UserError of `field` if a task does not exist, has an invalid
     item, or has another task's name."""
     sets: dict[str, ItemSet] = {}
     for task in tasks:
-        name = re.sub(r"[^\w.-]", "_", Path(task).stem)
+        source, shots = split_task(task)
+        name = re.sub(r"[^\w.-]", "_", Path(source).stem)
+        if shots:
+            name += f"_{shots}shot"
         if name in sets:
             hint = f"two tasks have the name {name}; rename a file, or remove one"
             raise UserError(field, task, hint)
         try:
-            items = _hellaswag() if task == "hellaswag" else read_items(Path(task))
-            sets[name] = make_set(name, items, most, tokenizer, block_size)
+            items = _from_hub(source) if source in HUB else read_items(Path(source))
+            sets[name] = make_set(name, items, most, tokenizer, block_size, shots)
         except (OSError, ValueError) as error:
-            kinds = "a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
+            kinds = f"a task is {', '.join(HUB)} or a jsonl file of items (docs/evaluation.md)"
             hint = f"{_problem(error)}; {kinds}"
             raise UserError(field, task, hint) from error
     return [*sets.values()]
@@ -126,10 +196,21 @@ def _problem(error: OSError | ValueError) -> str:
     return "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
-def _hellaswag() -> list[Item]:
-    import datasets  # noqa: PLC0415  heavy: one of the tasks needs it
+def split_task(task: str) -> tuple[str, int]:
+    """The source of a task, and the number of examples before each item. A file whose own name has
+    the form of `SHOTS` is that file."""
+    match = SHOTS.fullmatch(task)
+    if not match or Path(task).exists():
+        return task, 0
+    return match[1], int(match[2])
 
-    return [*map(_item, datasets.load_dataset("Rowan/hellaswag", split="validation"))]
+
+def _from_hub(task: str) -> list[AnyItem]:
+    import datasets  # noqa: PLC0415  heavy: some of the tasks need it
+
+    name, subset, split = HUB[task]
+    words = [name, subset] if subset else [name]
+    return [*map(_item, datasets.load_dataset(*words, split=split))]
 
 
 def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]:
@@ -140,15 +221,17 @@ def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]
             yield f"{changed}; scores are not comparable with earlier rows"
 
 
-def read_items(path: Path) -> list[Item]:
+def read_items(path: Path) -> list[AnyItem]:
     """The items of a file. Raises: OSError; ValueError, which names the invalid line."""
-    items: list[Item] = []
+    items: list[AnyItem] = []
     lines = read_small(path, LONGEST).decode("utf-8-sig").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             items.append(_item(parse_json(line)))
+            if type(items[-1]) is not type(items[0]):
+                raise ValueError(f"has choices or a target, unlike the first: {truncate(line, 60)}")
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: is no JSON: {truncate(line, 60)}") from error
         except ValidationError as error:
@@ -169,33 +252,61 @@ def first_problem(error: ValidationError) -> str:
     return f"has no {field}" if details["type"] == "missing" else f"{field} is not as it should be"
 
 
-def _item(row: object) -> Item:
-    """The item of a row of either form. Raises: ValueError."""
-    if isinstance(row, dict) and "endings" in row:
-        row = HellaSwag.model_validate(row).item()
+def _item(row: object) -> AnyItem:
+    """The item of a row of any form. Raises: ValueError."""
+    if isinstance(row, dict):
+        if "endings" in row:
+            row = HellaSwag.model_validate(row).item()
+        elif row.keys() == {"text"}:
+            row = Lambada.model_validate(row).item()
+        if "target" in row and "choices" in row:
+            raise ValueError("has both choices and a target")
+        if "target" in row:
+            return TargetItem.model_validate(row)
     return Item.model_validate(row)
 
 
 def make_set(
-    name: str, items: list[Item], most: int | None, tokenizer: Tokenizer, block_size: int
+    name: str,
+    items: Sequence[AnyItem],
+    most: int | None,
+    tokenizer: Tokenizer,
+    block_size: int,
+    shots: int = 0,
 ) -> ItemSet:
-    """A task of these items, or of `most` of them, evenly spread. Raises: ValueError for no items,
-    or for one that cannot be scored."""
+    """A task of these items, or of `most` of them, evenly spread, with examples before each.
+    Raises: ValueError for no items, too few for the examples, or one that cannot be scored."""
     if not items:
         raise ValueError("has no items")
+    if shots >= len(items):
+        raise ValueError(f"has {len(items)} items, too few for {shots} examples before each")
     count = min(most or len(items), len(items))
-    items = [items[index * len(items) // count] for index in range(count)]
+    chosen = [items[index * len(items) // count] for index in range(count)]
     requests: list[Request] = []
-    for item in items:
+    for item in chosen:
+        context = examples_before(item, items, shots) + item.context
         for choice in item.choices:
-            before, continuation = encode_pair(item.context, f" {choice}", tokenizer)
+            before, continuation = encode_pair(context, f" {choice}", tokenizer)
             if not 0 < len(continuation) <= block_size:
                 length = f"{len(continuation)} tokens, model.block_size {block_size}"
-                raise ValueError(f"choice {choice!r} has {length}")
+                what = "target" if isinstance(item, TargetItem) else "choice"
+                raise ValueError(f"{what} {choice!r} has {length}")
             tokens = before + continuation
             requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
-    texts = "\n".join(item.model_dump_json() for item in items)
-    return ItemSet(name, items, requests, hashlib.sha256(texts.encode()).hexdigest())
+    texts = [item.model_dump_json() for item in chosen]
+    if shots:  # those of the first item, or what replaces it
+        texts += [f"{shots} shots", *(item.model_dump_json() for item in items[: shots + 1])]
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    return ItemSet(name, chosen, requests, digest, shots)
+
+
+def examples_before(item: AnyItem, items: Sequence[AnyItem], shots: int) -> str:
+    """The first other items of a task with their answers, in the form of lm-eval's sampler
+    `first_n`."""
+    others = [other for other in items[: 2 * shots + 1] if other != item]
+    if len(others) < shots:  # copies of the item
+        others = [other for other in items if other != item]
+    return "".join(f"{other.context} {other.answer}{BETWEEN}" for other in others[:shots])
 
 
 def encode_pair(
@@ -223,9 +334,9 @@ def answer(
     batch_size: int,
     length: int | None = None,
     poll: Callable[[], None] = lambda: None,
-) -> np.ndarray:
-    """Log-likelihoods of all requests, in nats, fp64 [n], by `model(x)` -> logits [B, T,
-    vocab_size].
+) -> Answers:
+    """Log-likelihoods of all requests, in nats, and whether the model would generate them, by
+    `model(x)` -> logits [B, T, vocab_size].
 
     The longest come first. Batches do not depend on the number of ranks. Short ones are padded with
     rows that are not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in
@@ -238,19 +349,22 @@ def answer(
         poll: called before each batch, equally often on each rank; its exceptions end scoring.
     """
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
-    likelihoods = torch.zeros(len(requests), dtype=torch.float64)
+    found = torch.zeros(2, len(requests), dtype=torch.float64)  # nats; tokens that are unlikelier
     for begin in rounds(accelerator, len(order), batch_size, poll, "scoring"):
         batch = order[begin : begin + batch_size]
         chosen = [requests[index] for index in batch]  # none at the end
         x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
         scored = y != IGNORED
-        losses = cross_entropy(model(x)[scored].float(), y[scored], reduction="none")
-        nats = torch.zeros(y.shape, dtype=torch.float64)
-        nats[scored.cpu()] = -losses.cpu().double()
-        likelihoods[batch] = nats.sum(1)[: len(batch)]
+        logits = model(x)[scored].float()
+        losses = cross_entropy(logits, y[scored], reduction="none")
+        misses = logits.argmax(-1) != y[scored]
+        values = torch.zeros(2, *y.shape, dtype=torch.float64)
+        values[:, scored.cpu()] = torch.stack([-losses, misses]).cpu().double()
+        found[:, batch] = values.sum(2)[:, : len(batch)]
     if accelerator.num_processes > 1:
-        likelihoods = sum_over_ranks(accelerator, likelihoods.to(accelerator.device)).cpu()
-    return likelihoods.numpy()
+        found = sum_over_ranks(accelerator, found.to(accelerator.device)).cpu()
+    nats, misses = found.numpy()
+    return Answers(nats, misses == 0)
 
 
 def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[Tensor, Tensor]:
@@ -265,13 +379,20 @@ def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[T
     return x, y
 
 
-def judge(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:
-    """The `METRICS` of the requests' log-likelihoods, fp64 [n]: the fraction of items whose right
-    choice has the highest log-likelihood, and the same per character. NaN if a log-likelihood is
-    not finite."""
-    hits = []
-    for item, nats in zip(items.items, items.split(log_likelihoods), strict=True):
+def judge(items: ItemSet, answers: Answers) -> dict[str, float]:
+    """The metrics of a task, NaN if a log-likelihood is not finite. Of choices `acc`, the fraction
+    of items whose right choice has the highest log-likelihood, and `acc_norm`, the same per
+    character. Of targets `acc`, the fraction that the model would generate, and `perplexity` of a
+    target, exp of the mean negative log-likelihood."""
+    if items.has_targets:
+        is_finite = np.isfinite(answers.nats).all()
+        perplexity = math.exp(min(-answers.nats.mean(), 700.0)) if is_finite else math.nan
+        accuracy = float(answers.greedy.mean()) if is_finite else math.nan
+        return {"acc": accuracy, "perplexity": perplexity}
+    hits: list[np.ndarray] = []
+    for item, nats in zip(items.items, items.split(answers.nats), strict=True):
+        assert isinstance(item, Item), "all have choices"
         per_character = nats / [len(choice) for choice in item.choices]
         right = np.argmax([nats, per_character], axis=1) == item.label
         hits.append(np.where(np.isfinite(nats).all(), right, math.nan))
-    return dict(zip(METRICS, np.mean(hits, axis=0).tolist(), strict=True))
+    return dict(zip(("acc", "acc_norm"), np.mean(hits, axis=0).tolist(), strict=True))

@@ -214,13 +214,14 @@ def _rows(run: Path) -> Iterator[Row]:
 
 
 def _config(kind: str, saved: Row, folder: str, data: Sequence[str], state: Row) -> RunConfig:
-    """The settings `saved` for a run in another folder, without preparation, trackers, mirror and
-    tasks, whose items may be gone. `train.compile: auto` becomes the choice in `state`, on such a
-    device: the span's few steps could give another one."""
+    """The settings `saved` for a run in another folder, without preparation, trackers, trace,
+    mirror and tasks, whose items may be gone. `train.compile: auto` becomes the choice in `state`,
+    on such a device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)
     values = config.model_dump(mode="json")
     changes: Row = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
-    changes |= {"tracking.log_with": (), "checkpoint.mirror": None}
+    changes |= {"tracking.log_with": (), "tracking.profile_steps": ()}
+    changes["checkpoint.mirror"] = None
     is_alike = state["device"] == device_name(pick_device(config.train.device, "train."))
     if is_alike and config.train.compile == "auto":
         changes["train.compile"] = state["compile"]

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -24,7 +23,7 @@ from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.evaluation.evaluate import EvalSet, Evaluation, check_stride, evaluate, mixed
-from gpt2_ddp.evaluation.items import METRICS, ItemSet, answer, judge, load_sets
+from gpt2_ddp.evaluation.items import METRICS, Answers, ItemSet, answer, judge, load_sets
 from gpt2_ddp.files import refuse_links, write_atomically
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import make_output_folder, text_table, write_json
@@ -161,33 +160,44 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     results: list[tuple[ItemSet, Mapping[str, float]]] = []
     for items in on_main(load):
-        nats = answer(accelerator, prepared, items.requests, config.batch_size)
-        metrics = with_errors(judge(items, nats), len(items.items))
+        answers = answer(accelerator, prepared, items.requests, config.batch_size)
+        metrics = with_errors(judge(items, answers), answers, len(items.items))
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.step}
         facts |= {"precision": accelerator.mixed_precision, "task_items": config.task_items}
         name = f"{items.name}-{config.task_items}" if config.task_items else items.name
-        on_main(partial(write_scores, folder / name, items, nats, metrics | facts))
+        on_main(partial(write_scores, folder / name, items, answers, metrics | facts))
         results.append((items, metrics))
     return f"items and scores are in {folder}\n{task_table(results)}"
 
 
-def with_errors(metrics: Mapping[str, float], count: int) -> dict[str, float]:
+def with_errors(metrics: Mapping[str, float], answers: Answers, count: int) -> dict[str, float]:
     """The metrics and the standard error of each, as `acc_stderr`: that of a fraction of so many
-    items."""
+    items; of a perplexity, that of the mean log-likelihood times the perplexity."""
     found = {**metrics}
-    for name, part in metrics.items():
-        found[f"{name}_stderr"] = (
-            math.sqrt(part * (1 - part) / (count - 1)) if count > 1 else math.nan
-        )
+    for name, value in metrics.items():
+        if count == 1:
+            error = math.nan
+        elif name == "perplexity":
+            error = value * float(answers.nats.std(ddof=1)) / math.sqrt(count)
+        else:
+            error = math.sqrt(value * (1 - value) / (count - 1))
+        found[f"{name}_stderr"] = error
     return found
 
 
 def task_table(results: Iterable[tuple[ItemSet, Mapping[str, float]]]) -> str:
-    """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
-    lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
+    """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing.
+    Metrics that no task has are left out."""
+    results = [*results]
+    names = [name for name in METRICS if any(name in metrics for _, metrics in results)]
+    lines: list[tuple[str, ...]] = [("task", "items", *names, "chance")]
     for items, metrics in results:
-        shown = (f"{metrics[name]:.4f} ± {metrics[f'{name}_stderr']:.4f}" for name in METRICS)
-        lines.append((items.name, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
+        shown = (
+            f"{metrics[name]:.4f} ± {metrics[f'{name}_stderr']:.4f}" if name in metrics else "–"
+            for name in names
+        )
+        chance = "–" if items.chance is None else f"{items.chance:.4f}"
+        lines.append((items.name, f"{len(items.items):,}", *shown, chance))
     return text_table(lines)
 
 
@@ -320,21 +330,25 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
 
 
-def write_scores(
-    place: Path, items: ItemSet, log_likelihoods: np.ndarray, facts: Mapping[str, Any]
-) -> None:
-    """Writes `PLACE.jsonl`, the items and their log-likelihoods, then `PLACE.json`, each by a
-    rename. `facts`: the metrics, the scored checkpoint and settings."""
+def write_scores(place: Path, items: ItemSet, answers: Answers, facts: Mapping[str, Any]) -> None:
+    """Writes `PLACE.jsonl`, the items and their log-likelihoods, with targets whether the model
+    would generate them, then `PLACE.json`, each by a rename. `facts`: the metrics, the scored
+    checkpoint and settings."""
     rows = [
         item.model_dump()
         | {"log_likelihoods": [value if math.isfinite(value) else None for value in nats.tolist()]}
-        for item, nats in zip(items.items, items.split(log_likelihoods), strict=True)
+        for item, nats in zip(items.items, items.split(answers.nats), strict=True)
     ]
+    if items.has_targets:
+        for row, greedy in zip(rows, answers.greedy.tolist(), strict=True):
+            row["greedy"] = greedy
     scores = {
         "task": items.name,
         "items": len(items.items),
         "items_sha256": items.sha256,
         "chance": items.chance,
     }
+    if items.shots:
+        scores["shots"] = items.shots
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows))
     write_json(Path(f"{place}.json"), scores | finite({**facts}))

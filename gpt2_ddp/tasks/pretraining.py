@@ -523,8 +523,8 @@ class Pretraining(Task[TrainingConfig]):
                 scores[f"val_bits_per_byte/{name}"] = evaluation.bits_per_byte
         for items in self.item_sets:
             length = size if is_compiled(model) else None
-            nats = answer(self.accelerator, model, items.requests, BATCH, length, poll)
-            for metric, value in judge(items, nats).items():
+            answers = answer(self.accelerator, model, items.requests, BATCH, length, poll)
+            for metric, value in judge(items, answers).items():
                 scores[f"{items.name}_{metric}"] = value
         return scores
 

@@ -46,6 +46,7 @@ from gpt2_ddp.training.start import (
 )
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import Due, MakeTask, check_numbers
+from gpt2_ddp.training.trace import save_memory
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
@@ -108,7 +109,9 @@ def within_memory(run: OpenRun) -> Generator[None]:
     except torch.OutOfMemoryError as error:
         size = run.task.feed.micro_batches[1]
         advice = f"{run.task.less_memory()}, or see docs/faq.md for other ways"
-        hint = f"needs more than the GPU's memory; {advice}"
+        snapshot = save_memory(run.folder.path, run.accelerator.process_index)
+        what = f"; {snapshot} shows what was in it" if snapshot else ""
+        hint = f"needs more than the GPU's memory{what}; {advice}"
         raise UserError("train.micro_batch_size", size, hint) from error
 
 
@@ -278,7 +281,9 @@ def next_step(training: Training) -> str:
     guard = training.trainer.guard
     feed = run.task.feed
     while True:
-        with training.stop.timed("step"):
+        step = run.step + 1
+        recorded = training.trace.around(step, run.progress.steps, training.throughput)
+        with recorded, training.stop.timed("step"):
             result = train_step(training.trainer)
             poll_save(run, training.stop)
             training.stop.check()

@@ -73,6 +73,7 @@ from gpt2_ddp.training.throughput import (
     has_same_devices,
     versions,
 )
+from gpt2_ddp.training.trace import Trace
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
@@ -550,6 +551,7 @@ class Training:
     stop: StopRequest
     metrics: Metrics
     throughput: Throughput
+    trace: Trace
 
     @property
     def run(self) -> OpenRun:
@@ -598,11 +600,13 @@ def start(trainer: Trainer, on_row: OnRow | None = None) -> Generator[Training]:
     throughput = Throughput(run.task, run.accelerator.device)
     metrics = Metrics(run.log, on_row)
     stop = StopRequest(run.begun, config.train.max_minutes, run.watchdog.progress)
+    trace = Trace(config.tracking.profile_steps, run.folder.path, run.watchdog, metrics)
     try:
         metrics.start_trackers(config, run.progress.run_id)
         run.log.write_status("running", run.step)
         metrics.print(describe_start(trainer))
-        yield Training(trainer, stop, metrics, throughput)
+        trace.announce(run.step + 1, run.progress.steps)
+        yield Training(trainer, stop, metrics, throughput, trace)
     except BaseException as caught:
         error = user_error_of(caught)
         _record_failure(run, error)
@@ -610,6 +614,7 @@ def start(trainer: Trainer, on_row: OnRow | None = None) -> Generator[Training]:
             raise
         raise error from caught
     finally:
+        trace.discard()
         stop.restore_handlers()
     metrics.close()
     run.accelerator.end_training()
@@ -624,8 +629,10 @@ def _record_failure(run: OpenRun, error: BaseException) -> None:
 
 
 def finish(training: Training, outcome: Outcome, reason: str = "") -> None:
-    """Waits for the last save and records how training ended. Collective."""
+    """Writes a trace that is not yet complete, waits for the last save, and records how training
+    ended. Collective."""
     run = training.run
+    training.trace.write(training.throughput)
     training.wait_for_save()
     run.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may still send much data
     reason = training.stop.reason if outcome == "stopped" else reason or run.early_end

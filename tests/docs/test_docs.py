@@ -175,7 +175,7 @@ def make_stand_ins(folder):
     ):
         made = run(f"python scripts/{command}", folder)
         assert made.returncode == 0, made.stdout + made.stderr
-    (folder / "dumps/manifest.json").unlink()
+    (folder / "dumps/manifest.json").unlink()  # llm.c's format
     shutil.copytree(folder / "runs/stdlib", folder / "runs/other")
     (folder / "exports").mkdir()
     # which a page will make
