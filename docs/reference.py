@@ -44,7 +44,7 @@ GROUPS = {
         "train_transformer",
     ),
     "use": ("generate", "evaluate", "export_hf", "import_hf"),
-    "look": ("status", "report", "verify_run"),
+    "look": ("status", "report", "where", "verify_run"),
     "plan": ("plan", "sweep", "check_cluster", "compare_parallel"),
     "learn": ("ddp_lab",),
 }

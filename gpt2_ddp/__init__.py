@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         load_rows,
         prepare,
         score,
+        step_texts,
         train,
         verify,
+        where,
     )
     from gpt2_ddp.config.training import TrainingConfig
     from gpt2_ddp.errors import UserError
@@ -38,8 +40,10 @@ _MODULES = {
     "load_rows": "api",
     "prepare": "api",
     "score": "api",
+    "step_texts": "api",
     "train": "api",
     "verify": "api",
+    "where": "api",
     "TrainingConfig": "config.training",
     "UserError": "errors",
     "Pretraining": "tasks.pretraining",

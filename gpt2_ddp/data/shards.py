@@ -221,7 +221,27 @@ class Windows:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
         import torch  # noqa: PLC0415  heavy: prepare_data.py starts a second sooner without it
 
+        tokens = self.stream.read(self.starts(items), self.block_size + 1)
+        return (torch.from_numpy(tokens.astype(np.int64)),)
+
+    def starts(self, items: np.ndarray) -> np.ndarray:
+        """Positions in the stream, int64 [n], of the first token of the items int64 [n]."""
         shift, window = np.divmod(items, len(self))
         assert shift.max(initial=0) < self.shifts, "an item outside of the windows"
-        tokens = self.stream.read(window * self.block_size + shift, self.block_size + 1)
-        return (torch.from_numpy(tokens.astype(np.int64)),)
+        return window * self.block_size + shift
+
+    def items_with(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """The items, int64 [n] ascending, with a token of one of the spans `first` to `last`, of
+        any shift. An item has T + 1 tokens."""
+        shifts = np.arange(self.shifts)
+        size = self.block_size
+        begins = -((size + shifts - first[:, None]) // size)  # the first that ends late enough
+        begins = begins.clip(0)
+        stops = ((last[:, None] - shifts) // size + 1).clip(0, len(self))
+        counts = (stops - begins).clip(0)
+        number = np.arange(counts.sum()) - np.repeat(
+            np.cumsum(counts) - counts.ravel(), counts.ravel()
+        )
+        from_shift = np.broadcast_to(shifts * len(self), counts.shape)
+        windows = np.repeat((begins + from_shift).ravel(), counts.ravel()) + number
+        return np.unique(windows)
