@@ -257,8 +257,6 @@ def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
     if log.defects:
         raise UserError("rows", run, f"{log.defects[0]}; {CHECK}")
     starts = log.named("start")
-    if not starts:
-        raise UserError("run", run, "has no start in its rows yet; wait for one")
     kind = str(starts[-1].get("kind"))
     config = read_config(kind, log.config_row["config"], METRICS)
     if not isinstance(config, TrainingConfig):
