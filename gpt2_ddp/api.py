@@ -300,10 +300,10 @@ def step_texts(
     Each has `text`, `rank`, `micro_batch`, `row`, `folder`, `window` and `first`, the position of
     its first token. `settings`: as of `where`.
     """
-    from gpt2_ddp.reports.where import open_run, texts_of  # noqa: PLC0415  torch
+    from gpt2_ddp.reports.where import PastStep, open_run, texts_of  # noqa: PLC0415  torch
 
     asked = WhereConfig.model_validate(
         {"run": os.fspath(run), "step": step, "rank": rank} | settings
     )
     opened = open_run(Path(asked.run), asked.data, asked.trust_run_code)
-    return [*texts_of(opened, opened.history, step, rank)]
+    return [*texts_of(opened, PastStep(step, opened.history), rank)]

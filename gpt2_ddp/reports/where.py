@@ -168,15 +168,22 @@ class WindowText(NamedTuple):
     text: str
 
 
-class Spike(NamedTuple):
-    """A step whose value is far above the rows around it. `times`: their median times this; None
-    for a value that is not finite."""
+class PastStep(NamedTuple):
+    """A step as it was taken: the history up to it, and the step that a rollback went back to; None
+    for a step that counts."""
 
     step: int
+    history: History
+    undone_at: int | None = None
+
+
+class Spike(NamedTuple):
+    """A step whose value is far above the rows around it. `times`: its value divided by their
+    median. Both are None for a value that is not finite."""
+
+    past: PastStep
     value: float | None
     times: float | None
-    history: History
-    undone_at: int | None
 
 
 class RecordedRun(NamedTuple):
@@ -207,26 +214,33 @@ def answer_question(command: WhereConfig) -> int:
     if text is not None:
         answer = find(run, text)
         print(json.dumps(answer.as_json()) if command.json else describe(answer))
-        return 0
-    if command.spike:
+    elif command.step:
+        _show_steps(run, command, [PastStep(command.step, run.history)], [])
+    elif command.spike:
         found = spikes(run, command.spike)[: command.spikes]
-        chosen = [(f"{_spike_line(spike, command.spike)}", spike) for spike in found]
-    else:
-        assert command.step, "one of the four is given"
-        chosen = [("", Spike(command.step, None, None, run.history, None))]
+        _show_steps(run, command, [spike.past for spike in found], found)
+    return 0
+
+
+def _show_steps(
+    run: RecordedRun, command: WhereConfig, steps: list[PastStep], found: list[Spike]
+) -> None:
+    """Prints the texts of steps, which may be the spikes that were `found`."""
     content: list[Row] = []
-    for line, spike in chosen:
-        windows = [*texts_of(run, spike.history, spike.step, command.rank)]
+    for number, past in enumerate(steps):
+        windows = texts_of(run, past, command.rank)
         if command.json:
-            content += [window._asdict() | {"undone_at": spike.undone_at} for window in windows]
+            of_step: Row = {"step": past.step, "undone_at": past.undone_at}
+            if found:
+                of_step |= {"value": found[number].value, "times": found[number].times}
+            content.append(of_step | {"windows": [window._asdict() for window in windows]})
             continue
-        if line:
-            print(line)
+        if found:
+            print(_spike_line(found[number], str(command.spike)))
         for window in windows:
             print(f"{_window_line(window)}\n{window.text}\n")
     if command.json:
-        print(json.dumps({"windows": content}))
-    return 0
+        print(json.dumps({"steps": content}))
 
 
 def question(command: WhereConfig) -> str | None:
@@ -458,11 +472,11 @@ def _place_in_step(
     return rank, micro_batch, row
 
 
-def texts_of(
-    run: RecordedRun, history: History, step: int, rank: int | None
-) -> Iterator[WindowText]:
+def texts_of(run: RecordedRun, past: PastStep, rank: int | None = None) -> Iterator[WindowText]:
     """The windows of a step, of one rank or of all. Raises: UserError for a step or a rank that
     the run does not have."""
+    step = past.step
+    history = past.history
     if step > history.step:
         raise UserError("step", step, f"the run has reached step {history.step}")
     layout = history.layout(step)
@@ -524,7 +538,8 @@ def spikes(run: RecordedRun, name: str) -> list[Spike]:
         if row[name] is not None:
             usual = statistics.median(known) if known else row[name]
             times = row[name] / usual if usual > 0 else 1.0
-        found.append(Spike(row["step"], row[name], times, of_step, undone_at.get(index)))
+        past = PastStep(row["step"], of_step, undone_at.get(index))
+        found.append(Spike(past, row[name], times))
     return sorted(found, key=lambda spike: -(spike.times or float("inf")))
 
 
@@ -591,7 +606,8 @@ def _window_line(window: WindowText) -> str:
 
 
 def _spike_line(spike: Spike, name: str) -> str:
+    past = spike.past
     value = "not finite" if spike.value is None else f"{spike.value:.4g}"
     times = "" if spike.times is None else f", {spike.times:.2f} times the rows around it"
-    undone = "" if spike.undone_at is None else f"; undone by the rollback to {spike.undone_at}"
-    return f"=== step {spike.step}: {name} {value}{times}{undone}"
+    undone = "" if past.undone_at is None else f"; undone by the rollback to {past.undone_at}"
+    return f"=== step {past.step}: {name} {value}{times}{undone}"

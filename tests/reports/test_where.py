@@ -29,7 +29,7 @@ from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.history import History
-from gpt2_ddp.reports.where import answer_question, find, open_run, spikes, texts_of
+from gpt2_ddp.reports.where import PastStep, answer_question, find, open_run, spikes, texts_of
 from gpt2_ddp.tasks.pretraining import Pretraining
 
 SIZE = 32  # tokens of a window, of `training_config`
@@ -423,7 +423,7 @@ def test_a_branch_has_the_steps_and_ranks_of_its_parent(corpus, tmp_path):
     text = texts(branch, branch.reads[3][-1])
     assert [use.rank for use in find(run, text).uses if use.times] == [None]
     with pytest.raises(UserError, match="the parent run of this branch is missing"):
-        [*texts_of(run, run.history, 2, None)]
+        [*texts_of(run, PastStep(2, run.history))]
 
 
 def test_the_texts_of_a_step(two_folders, tmp_path):
@@ -431,7 +431,7 @@ def test_the_texts_of_a_step(two_folders, tmp_path):
     run = open_run(recorder.run, (), False)
     for step in (1, 20, 25, 36, 60):
         reads = [read for read in recorder.reads if read[0] == step]
-        windows = [*texts_of(run, run.history, step, None)]
+        windows = [*texts_of(run, PastStep(step, run.history))]
         assert [(w.step, w.rank, w.micro_batch, w.row) for w in windows] == [r[:-1] for r in reads]
         for window, read in zip(windows, reads, strict=True):
             assert b"".join(recorder.content(read[-1])).decode(errors="replace") == (
@@ -441,7 +441,7 @@ def test_the_texts_of_a_step(two_folders, tmp_path):
     assert code == 0
     assert out.count("--- step 36, rank 3, ") == sum(read[:2] == (36, 3) for read in recorder.reads)
     windows = gpt2_ddp.step_texts(recorder.run, 36, rank=3)
-    printed = json.loads(ask(recorder.run, step=36, rank=3, json=True)[1])["windows"]
+    printed = json.loads(ask(recorder.run, step=36, rank=3, json=True)[1])["steps"][0]["windows"]
     assert [window.text for window in windows] == [window["text"] for window in printed]
 
 
@@ -453,12 +453,17 @@ def test_the_texts_of_spikes(corpus, tmp_path):
     recorder.write()
     run = open_run(recorder.run, (), False)
     first, second, *_ = spikes(run, "grad_norm")
-    assert (first.step, first.value, first.undone_at) == (4, None, None)
-    assert (second.step, second.times, second.undone_at) == (13, 9.0, 10)
+    assert (first.past.step, first.value, first.past.undone_at) == (4, None, None)
+    assert (second.past.step, second.times, second.past.undone_at) == (13, 9.0, 10)
     code, out, _ = ask(recorder.run, spike="grad_norm", spikes=2)
     assert code == 0
+    printed = json.loads(ask(recorder.run, spike="grad_norm", spikes=2, json=True)[1])["steps"]
+    assert [(step["step"], step["times"], len(step["windows"])) for step in printed] == [
+        (4, None, 2),
+        (13, 9.0, 2),
+    ]
     assert "=== step 13: grad_norm 9, 9.00 times the rows around it; undone by the rollback" in out
-    undone = gpt2_ddp.where(recorder.run, next(texts_of(run, second.history, 13, 0)).text[:20])
+    undone = gpt2_ddp.where(recorder.run, next(texts_of(run, second.past, 0)).text[:20])
     assert 13 in {use.step for use in undone.undone}
 
 
