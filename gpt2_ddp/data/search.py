@@ -12,7 +12,6 @@ token in it, so it ends at the end of its document.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +88,8 @@ class TextSearch:
         self._around: list[tuple[int, int]] = []  # ids, and where they begin
         for token, number in tokens.items():
             self._add_ends(token, number)
+        places = np.linspace(0, len(text) - 1, min(ANCHORS, len(text))).astype(int)
+        self._anchors = [self._at(place) for place in places.tolist()]
         self._next: dict[int, np.ndarray] = {}
         self._before: dict[int, np.ndarray] = {}
 
@@ -110,23 +111,20 @@ class TextSearch:
         starts = np.linspace(0, len(stream) - size, SAMPLES).astype(np.int64)
         sample = stream.read(starts, size)
         share = np.bincount(sample.ravel(), minlength=len(self._lengths)) / sample.size
-        places = np.linspace(0, len(self.text) - 1, min(ANCHORS, len(self.text))).astype(int)
-        anchors = [self._at(place) for place in places.tolist()]
 
         def cost(anchor: Anchor) -> float:
             return min(len(anchor.ids), FEW) + HIT * float(share[anchor.ids].sum())
 
-        return min(anchors, key=cost)
+        return min(self._anchors, key=cost)
 
     def _at(self, byte: int) -> Anchor:
         """The tokens that can hold this byte of the text."""
         text = self.text
         found = list(self._around)
         for begin in range(max(byte + 1 - self._sizes[-1], 0), byte + 1):
-            inside = takewhile(lambda size, begin=begin: begin + size <= len(text), self._sizes)
-            for size in inside:
+            for size in self._sizes:
                 number = self._tokens.get(text[begin : begin + size])
-                if number is not None and begin + size > byte:
+                if number is not None and byte < begin + size <= len(text):
                     found.append((number, begin))
         lengths = self._lengths
         for end, numbers in self._entering.items():

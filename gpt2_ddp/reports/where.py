@@ -27,6 +27,7 @@ from gpt2_ddp.config.tools import WhereConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.corpus import Corpus, open_corpus
 from gpt2_ddp.data.feed import interleaved
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import SOURCE_BITS, MixedOrder, recorded_mixture
 from gpt2_ddp.data.order import Order, Permutation, Uses
 from gpt2_ddp.data.search import Occurrences, TextSearch
@@ -249,8 +250,11 @@ def question(command: WhereConfig) -> str | None:
         return command.text
     try:
         with open(regular(Path(command.file)), "rb") as file:
-            data = file.read(LONGEST + 2)
-        text = data.decode().removesuffix("\n").removesuffix("\r")
+            data = file.read(LONGEST + 1)
+        if len(data) > LONGEST:
+            hint = f"is larger than {LONGEST:,} bytes; give a part of the document"
+            raise UserError("file", command.file, hint)
+        text = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except OSError as error:
         hint = f"cannot be read ({error.strerror})"
         raise UserError("file", command.file, hint) from error
@@ -280,12 +284,12 @@ def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
         folders = config.data.model_copy(update={"path": tuple(data)})
         config = config.model_copy(update={"data": folders})
     task = _task_class(run, starts, trust_code)
-    corpus = open_corpus(config)
     recorded = recorded_mixture(starts[-1])
-    hashes = [manifest.hash for manifest in corpus.manifests]
+    hashes = [read_manifest(Path(folder)).hash for folder in config.data.paths]
     if not recorded or recorded.manifests != hashes:
         hint = "has other tokens than the run was trained on; name the run's data with --data"
         raise UserError("data", " ".join(config.data.paths), hint)
+    corpus = open_corpus(config)
     order = task(config).make_order(corpus.sources)
     history = History(config.global_batch_windows)
     undone: list[tuple[History, int]] = []

@@ -525,9 +525,17 @@ def test_runs_that_cannot_be_asked(corpus, tmp_path, trained_job):
     write_shards(other, "other", {"train": [module_text("queue")]})
     with pytest.raises(UserError, match="has other tokens than the run was trained on"):
         ask(recorder.run, text="a", data=[str(other)])
-    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(UserError, match="has other tokens than the run was trained on"):
+        ask(recorder.run, text="a", data=[str(corpus), str(other)])
+    (tmp_path / "text.txt").write_bytes(b"\xff" * 2**21)
+    with pytest.raises(UserError, match="is larger than 1,048,576 bytes"):
+        ask(recorder.run, file=str(tmp_path / "text.txt"))
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="is no text in UTF-8"):
+        ask(recorder.run, file=str(tmp_path / "text.txt"))
+    (tmp_path / "text.txt").write_text("\n")
     with pytest.raises(UserError, match="is empty"):
-        ask(recorder.run, file=str(tmp_path / "empty.txt"))
+        ask(recorder.run, file=str(tmp_path / "text.txt"))
     recorder.rows.append({"event": "rollback", "step": 4, "from": 6, "skipped_range": [1, 12]})
     recorder.write()
     expect(recorder.run, "the rollback to step 4 does not match its positions")
