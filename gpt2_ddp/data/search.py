@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.shards import TokenStream, numbered
 
 BLOCK = 2**20
 """Fewest tokens that are read at once."""
@@ -154,10 +154,10 @@ class TextSearch:
         hits = np.flatnonzero(self._is_anchor(scanned, anchor)) + before
         found = ids[hits]
         # each hit as often as its token can hold the anchor
-        low = np.searchsorted(anchor.ids, found, side="left")
-        counts = np.searchsorted(anchor.ids, found, side="right") - low
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        begins = anchor.begins[np.repeat(low, counts) + number]
+        low: np.ndarray = np.searchsorted(anchor.ids, found, side="left")
+        high: np.ndarray = np.searchsorted(anchor.ids, found, side="right")
+        counts: np.ndarray = high - low
+        begins = anchor.begins[numbered(low, counts)]
         at = np.repeat(hits, counts)
         occurrences = self._walk(ids, at, begins)
         return Occurrences(occurrences.first + first, occurrences.last + first, occurrences.offsets)

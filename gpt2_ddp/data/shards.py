@@ -201,6 +201,13 @@ def count_windows(n_tokens: int, block_size: int, shifts: int = 1) -> int:
     return max(n_tokens - shifts, 0) // block_size
 
 
+def numbered(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """For each of the numbers `firsts` [n]: itself and the next ones, `counts` of them; joined."""
+    before: np.ndarray = np.cumsum(counts) - counts
+    total = int(counts.sum())
+    return np.repeat(firsts - before, counts) + np.arange(total)
+
+
 class Windows:
     """The windows of `stream`, read by number. N windows lie side by side, from token 0 on, or from
     another of the first `shifts` tokens.
@@ -239,9 +246,5 @@ class Windows:
         begins = begins.clip(0)
         stops = ((last[:, None] - shifts) // size + 1).clip(0, len(self))
         counts = (stops - begins).clip(0)
-        number = np.arange(counts.sum()) - np.repeat(
-            np.cumsum(counts) - counts.ravel(), counts.ravel()
-        )
-        from_shift = np.broadcast_to(shifts * len(self), counts.shape)
-        windows = np.repeat((begins + from_shift).ravel(), counts.ravel()) + number
-        return np.unique(windows)
+        firsts: np.ndarray = begins + shifts * len(self)
+        return np.unique(numbered(firsts.ravel(), counts.ravel()))
