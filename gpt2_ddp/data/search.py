@@ -148,11 +148,11 @@ class TextSearch:
         # a token has a byte or more
         first = max(block.start - anchor.byte, 0)
         stop = min(block.stop + len(self.text) - anchor.byte, len(stream))
-        (ids,) = stream.read(np.array([first]), stop - first)
+        ids: np.ndarray = stream.read(np.array([first]), stop - first)[0]
         before = block.start - first
         scanned = ids[before : before + len(block)]
         hits = np.flatnonzero(self._is_anchor(scanned, anchor)) + before
-        found = ids[hits]
+        found: np.ndarray = ids[hits]
         # each hit as often as its token can hold the anchor
         low: np.ndarray = np.searchsorted(anchor.ids, found, side="left")
         high: np.ndarray = np.searchsorted(anchor.ids, found, side="right")
