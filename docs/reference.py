@@ -45,7 +45,7 @@ GROUPS = {
         "train_transformer",
     ),
     "use": ("generate", "evaluate", "export_hf", "import_hf"),
-    "look": ("status", "report", "explain", "verify_run"),
+    "look": ("status", "report", "explain", "where", "verify_run"),
     "plan": ("plan", "sweep", "check_cluster", "compare_parallel"),
     "learn": ("ddp_lab",),
 }

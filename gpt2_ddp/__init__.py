@@ -17,8 +17,10 @@ if TYPE_CHECKING:
         load_rows,
         prepare,
         score,
+        step_texts,
         train,
         verify,
+        where,
     )
     from gpt2_ddp.config.base import Section
     from gpt2_ddp.config.training import TrainingConfig
@@ -41,8 +43,10 @@ _MODULES = {
     "load_rows": "api",
     "prepare": "api",
     "score": "api",
+    "step_texts": "api",
     "train": "api",
     "verify": "api",
+    "where": "api",
     "TrainingConfig": "config.training",
     "UserError": "errors",
     "Pretraining": "tasks.pretraining",

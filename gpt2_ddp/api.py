@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig, VerifyConfig
+from gpt2_ddp.config.tools import (
+    EvaluateConfig,
+    GenerateConfig,
+    PrepareConfig,
+    VerifyConfig,
+    WhereConfig,
+)
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.distributed.environment import world_size
@@ -26,6 +32,7 @@ if TYPE_CHECKING:  # what follows is slow to import
     from gpt2_ddp.evaluation.evaluate import Evaluation
     from gpt2_ddp.model.gpt import GPT
     from gpt2_ddp.reports.explain import Explanation
+    from gpt2_ddp.reports.where import Answer, WindowText
     from gpt2_ddp.training.loop import Result
     from gpt2_ddp.training.task import MakeTask
 
@@ -283,3 +290,31 @@ def explain(first: Place, second: Place) -> "Explanation":
     from gpt2_ddp.reports.explain import explain  # noqa: PLC0415  torch
 
     return explain(Path(first), Path(second))
+
+
+def where(run: Place, text: str, **settings: object) -> "Answer":
+    """When a run has seen a text, as where.py prints it. Returns `steps`, `part_steps` (whose
+    windows have only a part), `uses` (each window: step, epoch, rank, ...), `undone`, `places` in
+    the data, `reached`, `text` (the answer in a line) and `as_json()`. docs/where.md explains them.
+    `settings` are other flags of where.py: `data`, `trust_run_code`.
+    """
+    from gpt2_ddp.reports.where import find, open_run  # noqa: PLC0415  torch
+
+    asked = WhereConfig.model_validate({"run": os.fspath(run), "text": text} | settings)
+    return find(open_run(Path(asked.run), asked.data, asked.trust_run_code), text)
+
+
+def step_texts(
+    run: Place, step: int, rank: int | None = None, **settings: object
+) -> "list[WindowText]":
+    """The windows that a step of a run trained on, as where.py prints them: of one rank, or of all.
+    Each has `text`, `rank`, `micro_batch`, `row`, `folder`, `window` and `first`, the position of
+    its first token. `settings`: as of `where`.
+    """
+    from gpt2_ddp.reports.where import PastStep, open_run, texts_of  # noqa: PLC0415  torch
+
+    asked = WhereConfig.model_validate(
+        {"run": os.fspath(run), "step": step, "rank": rank} | settings
+    )
+    opened = open_run(Path(asked.run), asked.data, asked.trust_run_code)
+    return [*texts_of(opened, PastStep(step, opened.history), rank)]

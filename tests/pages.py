@@ -102,6 +102,10 @@ scripts/hello_
 --train.global_batch_size 10000
 --optim.name adamw --optim.muon_lr
 
+a run and a text of the page's own; test_where.py asks such
+runs/austen
+--file quote.txt
+
 files of one's own; test_lm_eval.py takes the command from the page
 --include_path local
 """

@@ -298,6 +298,53 @@ with warnings.catch_warnings():
                 names = " ".join(self.runs) or None
                 yield "runs", names, "name two run folders, like runs/a runs/b"
 
+    class WhereConfig(Command):
+        """where.py: the steps that trained on a text, or the texts that a step trained on"""
+
+        in_one_process = True
+        positional = "run"
+
+        run: str = "runs/stdlib"
+        """run folder"""
+        text: Text | None = None
+        """text to find in the data, in the run's own spelling, blanks and line breaks; any part of
+        a document"""
+        file: str | None = None
+        """file with the text to find, in UTF-8; a line break at its end is left out"""
+        step: PositiveInt | None = None
+        """print the texts of this step instead"""
+        rank: NonNegativeInt | None = None
+        """step, spike: only those of this rank; null: of all ranks"""
+        spike: Literal["grad_norm", "loss"] | None = None
+        """print the texts of the steps where this value was the farthest above the rows around
+        them; one that is not finite comes first"""
+        spikes: Count = 3
+        """spike: number of steps"""
+        data: tuple[str, ...] = ()
+        """folder of token shards, or all folders of a mixture in their order; none: the run's
+        own"""
+        trust_run_code: TrustRunCode = False
+        json: bool = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+        """print one JSON object (docs/where.md) instead of text"""
+
+        def mistakes(self) -> Iterator[tuple[str, object, str]]:
+            """No question, several, or an empty one."""
+            questions = {
+                name: value
+                for name in ("text", "file", "step", "spike")
+                if (value := getattr(self, name)) is not None
+            }
+            if not questions:
+                hint = "ask one: --text TEXT, --file FILE, --step N or --spike grad_norm"
+                yield "question", None, hint
+            if len(questions) > 1:
+                first, second, *_ = questions
+                yield second, questions[second], f"{first} is asked, too; remove one of the two"
+            if self.text == "":
+                yield "text", "''", "is empty; give some words of the document"
+            if self.rank is not None and not {"step", "spike"} & questions.keys():
+                yield "rank", self.rank, "is for --step and --spike only; remove it"
+
 
 class CheckClusterConfig(Command):
     """check_cluster.py: whether all processes connect, have equal versions and all-reduce

@@ -9,6 +9,7 @@ that. docs/verify.md specifies it.
 # pyright: reportUnknownMemberType=false
 # (torch.from_numpy has no types)
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -21,7 +22,7 @@ from torch import Tensor
 from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest
-from gpt2_ddp.data.order import Order, Permutation
+from gpt2_ddp.data.order import Order, Permutation, Uses
 from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import FeedState, Mixture, State
@@ -97,6 +98,28 @@ class MixedOrder(Order):
         number, offset = divmod(position, BLOCK)
         before = self._uses_before(number)
         return before + np.bincount(self._block(number)[0][:offset], minlength=len(before))
+
+    def uses_of(self, items: np.ndarray, end: int) -> Uses:
+        """As of `Order`, by the inverse of each source's order. The block of a use is found by
+        halving, as the uses before a block never fall."""
+        sources, own_items = np.divmod(items.astype(np.uint64), np.uint64(2**SOURCE_BITS))
+        reached = self.uses(end).tolist()
+        parts: list[Uses] = []
+        for source in sorted(_distinct(sources)):
+            own = self._orders[source].uses_of(own_items[sources == source], reached[source])
+            positions = [self._position_of(source, use, end) for use in own.positions.tolist()]
+            own_source = np.uint64(source << SOURCE_BITS)
+            parts.append(Uses(np.array(positions, np.int64), own.items | own_source, own.epochs))
+        return Uses.joined(parts)
+
+    def _position_of(self, source: int, use: int, end: int) -> int:
+        """The position, below `end`, of a source's use."""
+        blocks = range(end // BLOCK + 1)
+        after = bisect_right(blocks, use, key=lambda block: self._uses_before(block)[source])
+        number = after - 1
+        sources, uses = self._block(number)
+        (offset,) = np.flatnonzero((sources == source) & (uses == use))
+        return number * BLOCK + int(offset)
 
     def by_source(self, state: FeedState, unit: str, per_item: int) -> dict[str, float]:
         """Row fields at a state: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of

@@ -9,6 +9,8 @@ so that other code can check them.
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,30 @@ FEW = 256
 AHEAD = 2048
 """Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400
 (estimate)."""
+AT_ONCE = 2**20
+"""Positions whose items are computed at once where all of them are looked at."""
+
+
+class Uses(NamedTuple):
+    """Where an order has some items.
+
+    Attributes:
+        positions: int64 [n], ascending.
+        items: uint64 [n], at these positions.
+        epochs: int64 [n], of the items' own source: 0 is the first pass over it.
+    """
+
+    positions: np.ndarray
+    items: np.ndarray
+    epochs: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: "list[Uses]") -> "Uses":
+        """All uses of the parts, in order of position."""
+        empty = cls(np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.int64))
+        columns = [np.concatenate(column) for column in zip(empty, *parts, strict=True)]
+        by_position = np.argsort(columns[0], kind="stable")
+        return cls(*(column[by_position] for column in columns))
 
 
 class Order(ABC):
@@ -40,6 +66,22 @@ class Order(ABC):
     def phase_at(self, position: int) -> int:
         """Number of the data's phase at a position; 0 without phases."""
         return 0
+
+    def uses_of(self, items: np.ndarray, end: int) -> Uses:
+        """The positions below `end` that have one of the distinct items uint64 [n]. Looks at all
+        positions; an order that can be inverted has a faster way."""
+        parts: list[Uses] = []
+        for first in range(0, end, AT_ONCE):
+            positions = np.arange(first, min(first + AT_ONCE, end))
+            taken = self.items_at(positions)
+            chosen = np.isin(taken, items)
+            found = positions[chosen]
+            parts.append(Uses(found, taken[chosen], found // len(self)))
+        return Uses.joined(parts)
+
+
+Rounds = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Values uint64 [n] and keys uint64 [8] -> values below a²."""
 
 
 class Permutation(Order):
@@ -76,6 +118,20 @@ class Permutation(Order):
             self._cached = self._compute(np.arange(first, first + AHEAD))
         return self._cached[positions - self._first]
 
+    def uses_of(self, items: np.ndarray, end: int) -> Uses:
+        """As of `Order`, by the inverse permutation: each epoch has an item once, or, with shifts,
+        in the epochs of its shift."""
+        shifts, windows = np.divmod(items.astype(np.uint64), np.uint64(self.n_items))
+        parts: list[Uses] = []
+        for epoch in range(-(-end // self.n_items)):
+            chosen = shifts == self.shift(epoch)
+            index = self._index_of(epoch, windows[chosen])
+            positions = index.astype(np.int64) + epoch * self.n_items
+            uses = Uses(positions, items[chosen], np.full(len(positions), epoch))
+            is_before = positions < end
+            parts.append(Uses(*(column[is_before] for column in uses)))
+        return Uses.joined(parts)
+
     def _compute(self, positions: np.ndarray) -> np.ndarray:
         epochs, index = np.divmod(positions, self.n_items)
         items = index.astype(np.uint64)
@@ -91,27 +147,51 @@ class Permutation(Order):
         return int.from_bytes(key, "little") % self.shifts
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        return self._walk(self._feistel, index, self._keys(epoch))
+
+    def _index_of(self, epoch: int, values: np.ndarray) -> np.ndarray:
+        """The inverse of `_permute`: walks each cycle backwards."""
+        return self._walk(self._inverse_feistel, values, self._keys(epoch))
+
+    def _keys(self, epoch: int) -> np.ndarray:
         key = hashlib.shake_256(f"{self.seed}/{self.stream}{epoch}".encode()).digest(8 * ROUNDS)
-        keys = np.frombuffer(key, "<u8")
-        values = self._feistel(index, keys)
+        return np.frombuffer(key, "<u8")
+
+    def _walk(self, rounds: Rounds, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        values = rounds(values, keys)
         outside = values >= self.n_items
         while outside.any():
-            values[outside] = self._feistel(values[outside], keys)
+            values[outside] = rounds(values[outside], keys)
             outside = values >= self.n_items
         return values
 
     def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
         left, right = np.divmod(values, self.base)
         for key in keys:
-            mixed = (right + key) * 0xBF58476D1CE4E5B9  # two rounds of splitmix64's finaliser
-            mixed ^= mixed >> 31
-            mixed *= 0x94D049BB133111EB
-            mixed >>= 33
+            mixed = _mix(right, key)
             mixed += left
             mixed %= self.base
             left = right
             right = mixed
         return left * self.base + right
+
+    def _inverse_feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(values, self.base)
+        for key in keys[::-1]:
+            mixed = _mix(left, key) % self.base
+            right_before = left
+            left = (right + self.base - mixed) % self.base
+            right = right_before
+        return left * self.base + right
+
+
+def _mix(half: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Two rounds of splitmix64's finaliser, below 2^31."""
+    mixed = (half + key) * 0xBF58476D1CE4E5B9
+    mixed ^= mixed >> 31
+    mixed *= 0x94D049BB133111EB
+    mixed >>= 33
+    return mixed
 
 
 def next_digest(digest: str, items: np.ndarray) -> str:

@@ -201,6 +201,13 @@ def count_windows(n_tokens: int, block_size: int, shifts: int = 1) -> int:
     return max(n_tokens - shifts, 0) // block_size
 
 
+def numbered(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """For each of the numbers `firsts` [n]: itself and the next ones, `counts` of them; joined."""
+    before: np.ndarray = np.cumsum(counts) - counts
+    total = int(counts.sum())
+    return np.repeat(firsts - before, counts) + np.arange(total)
+
+
 class Windows:
     """The windows of `stream`, read by number. N windows lie side by side, from token 0 on, or from
     another of the first `shifts` tokens.
@@ -221,7 +228,23 @@ class Windows:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
         import torch  # noqa: PLC0415  heavy: prepare_data.py starts a second sooner without it
 
+        tokens = self.stream.read(self.starts(items), self.block_size + 1)
+        return (torch.from_numpy(tokens.astype(np.int64)),)
+
+    def starts(self, items: np.ndarray) -> np.ndarray:
+        """Positions in the stream, int64 [n], of the first token of the items int64 [n]."""
         shift, window = np.divmod(items, len(self))
         assert shift.max(initial=0) < self.shifts, "an item outside of the windows"
-        tokens = self.stream.read(window * self.block_size + shift, self.block_size + 1)
-        return (torch.from_numpy(tokens.astype(np.int64)),)
+        return window * self.block_size + shift
+
+    def items_with(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """The items, int64 [n] ascending, with a token of one of the spans `first` to `last`, of
+        any shift. An item has T + 1 tokens."""
+        shifts = np.arange(self.shifts)
+        size = self.block_size
+        begins = -((size + shifts - first[:, None]) // size)  # the first that ends late enough
+        begins = begins.clip(0)
+        stops = ((last[:, None] - shifts) // size + 1).clip(0, len(self))
+        counts = (stops - begins).clip(0)
+        firsts: np.ndarray = begins + shifts * len(self)
+        return np.unique(numbered(firsts.ravel(), counts.ravel()))

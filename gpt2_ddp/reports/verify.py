@@ -343,7 +343,7 @@ def _check_training(
             stream = TokenStream(Path(folder), manifest, "train", check=False)
             sources.append(Windows(stream, config.model.block_size, config.shifts))
     newest = [*checkpoints.values()][-1] if checkpoints else None
-    kind, problem = _task_class(starts, newest, command.trust_run_code)
+    kind, problem = task_class(starts, newest, command.trust_run_code)
     if problem:
         yield states, _follow(log, checkpoints, None)[1]
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
@@ -406,7 +406,7 @@ def _follow(
     return in_rows, in_events + in_states
 
 
-def _task_class(
+def task_class(
     starts: list[Row], newest: Checkpoint | None, trust_code: bool
 ) -> tuple[type[Pretraining], str]:
     """The class of a GPT run, and why it is not known; else an empty text."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.autograd.profiler_util import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpt2_ddp.distributed.ranks import on_main
