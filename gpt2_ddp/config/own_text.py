@@ -41,6 +41,7 @@ CHOSEN = {
     "model.dropout",
     "optim.lr",
     "optim.muon_lr",
+    "optim.weight_decay",
     "optim.warmup_steps",
     "train.steps",
     "train.epochs",
@@ -76,8 +77,17 @@ BATCH_GROWTH = 0.5
 LR = 0.02
 """AdamW's learning rate beside Muon, for a width of 192; inverse to the root of the width."""
 MUON_LR = 0.012
+MEMORY_OF_RUN = 0.15
+MEMORY_OF_PASS = 0.4
+"""What weight decay leaves of the weights of earlier steps falls to 1/e in 1 / (rate x decay)
+steps: in so much of the run, or of a pass over the text if that is less. So text that is read
+often is forgotten in between (Wang and Aitchison, 2024, "How to set AdamW's weight decay as you
+scale model and dataset size")."""
+MOST_DECAY = 3.0
+"""Largest weight decay."""
 ADAMW_LR = 2e-3
-"""AdamW's learning rate without Muon."""
+ADAMW_DECAY = 0.6
+"""AdamW's learning rate and weight decay without Muon."""
 WARM_UP = 0.03
 """Warm-up, as a share of the steps."""
 FEWEST_WARM_UP = 12
@@ -149,8 +159,13 @@ def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:
     chosen = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
     chosen |= _step(given, shape, tokens, machine.ranks, bool(length["train.minutes"]))
     values = flat(config.model_dump())
-    if values["optim.name"] != "muon":
+    if values["optim.name"] == "muon":
+        rate = given.get("optim.muon_lr", MUON_LR)
+        batch = chosen["train.global_batch_tokens"]
+        chosen["optim.weight_decay"] = _weight_decay(rate, tokens / batch, text.tokens / batch)
+    else:
         chosen |= {"optim.lr": ADAMW_LR, "optim.muon_lr": values["optim.muon_lr"]}
+        chosen["optim.weight_decay"] = ADAMW_DECAY
     values |= chosen | given | {"own_text": False}
     sections = {name for name, section in config if isinstance(section, Section)}
     single = type(config).model_fields.keys() - sections
@@ -227,6 +242,12 @@ def _context(given: Mapping[str, Any], shape: Mapping[str, int], text: Text) -> 
 def _dropout(passes: float) -> float:
     """Dropout by the passes over the text."""
     return next(rate for most, rate in DROPOUTS if passes <= most)
+
+
+def _weight_decay(rate: float, steps: float, steps_of_pass: float) -> float:
+    """Muon's weight decay at this learning rate."""
+    remembered = min(MEMORY_OF_RUN * steps, MEMORY_OF_PASS * steps_of_pass)
+    return round(min(1 / (rate * remembered), MOST_DECAY), 2)
 
 
 def _step(
