@@ -67,6 +67,11 @@ class Interval(NamedTuple):
         return self.seconds + self.cost.written_seconds
 
     @property
+    def is_kept(self) -> bool:
+        """Whether a kill costs no more than `checkpoint.seconds`."""
+        return self.seconds > self.least
+
+    @property
     def share(self) -> float:
         """Share of the time that saves take."""
         return self.cost.save_seconds / self.seconds
@@ -74,7 +79,7 @@ class Interval(NamedTuple):
     @property
     def every(self) -> int:
         """Whole steps from save to save."""
-        return max(int(self.seconds / self.step_seconds), 1)
+        return max(int((self.seconds - self.cost.save_seconds) / self.step_seconds), 1)
 
 
 def settle_interval(keep: KeepConfig, cost: SaveCost, step_seconds: float) -> Interval:
@@ -115,7 +120,8 @@ class SaveInterval:
         self._costs = deque[SaveCost](maxlen=NEWEST)
         self._recorded: Interval | None = None
         self._alone = deque[float](maxlen=RECENT)  # durations of steps, no save beside them
-        self._beside: list[float] = []  # of those beside the save that is measured
+        self._beside: list[float] = []  # of those that began beside the save that is measured
+        self._began_beside = deque([False, False])  # the last step and this one
         self._taken = self._returned = time.monotonic()
         self._is_measuring = False
 
@@ -134,6 +140,7 @@ class SaveInterval:
         may still write."""
         self._returned = time.monotonic()
         self._beside = []
+        self._began_beside[-1] = self._background.is_working
         # before the first steps there is no optimizer state to write
         self._is_measuring = bool(self._alone)
         if is_main_process():
@@ -143,14 +150,17 @@ class SaveInterval:
         """Tells the ranks, by their next sum, after which step they save. `step` was taken."""
         if not is_main_process():
             return
-        if newest := self._stop.typical("step", 1):
-            durations = self._beside if self._background.is_working else self._alone
+        began_beside = self._began_beside.popleft()
+        self._began_beside.append(self._background.is_working)
+        if newest := self._stop.typical("step", 1):  # of the step before this one
+            durations = self._beside if began_beside else self._alone
             durations.append(newest)
         self._settle(step)
 
     def _settle(self, step: int) -> None:
         """Measures the newest save once it is on disk, and settles the step of the next one."""
-        if self._is_measuring and not self._background.is_working:
+        # the last step beside a save is timed one later
+        if self._is_measuring and not any(self._began_beside):
             self._is_measuring = False
             self._measure()
             self._record(step)
@@ -228,7 +238,7 @@ def describe(keep: KeepConfig, interval: Interval) -> str:
     cost = interval.cost
     asked = f"checkpoint.seconds = {keep.seconds:g}"
     every = f"a checkpoint every {interval.every:,} steps ({interval.seconds:.3g} s)"
-    if interval.seconds > interval.least:
+    if interval.is_kept:
         return f"{asked}: {every}, {interval.share:.1%} of the time"
     if interval.least == cost.save_seconds / keep.overhead:
         costs = f"a checkpoint costs {cost.save_seconds:.2g} s of training"

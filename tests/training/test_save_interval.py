@@ -25,7 +25,6 @@ from gpt2_ddp.training.save_interval import SaveCost, SaveInterval, describe, se
 from gpt2_ddp.training.start import Trainer
 from gpt2_ddp.training.stop import StopRequest
 
-OFTEN = []
 KEEP = KeepConfig(seconds=60)
 
 
@@ -33,7 +32,7 @@ KEEP = KeepConfig(seconds=60)
     ("cost", "step", "seconds", "lost", "told"),
     [
         # on disk 2 s after its state: the next one begins 58 s after this one
-        ((1.0, 2.0), 0.5, 58, 60, "checkpoint.seconds = 60: a checkpoint every 116 steps (58 s),"),
+        ((1.0, 2.0), 0.5, 58, 60, "checkpoint.seconds = 60: a checkpoint every 114 steps (58 s),"),
         # 3 s are 2.5 % of 120
         ((3.0, 3.0), 0.5, 120, 123, "up to 123 s may be lost: a checkpoint costs 3 s of training"),
         # one is written at a time
@@ -118,7 +117,7 @@ def test_a_kill_at_any_time_costs_the_seconds_at_most_and_a_step(monkeypatch, sa
     (row,) = run.rows
     assert_close(row["written_seconds"], save + write)
     assert_close(row["lost_seconds"], 60)
-    assert row["every"] == int(60 - save - write)
+    assert row["every"] == int(60 - 2 * save - write)
     assert len(run.lines) == 1
 
 
@@ -128,7 +127,7 @@ def test_a_machine_that_becomes_slower_saves_after_fewer_steps(monkeypatch):
     run = Simulated(monkeypatch, keep, pace=lambda now: 1.0 if now < 500 else 4.0).train(600)
     assert run.worst <= 60 + 2 * 4
     gaps = [after - before for before, after in zip(run.saves, run.saves[1:], strict=False)]
-    assert gaps[2] == 59
+    assert gaps[2] == 58
     assert gaps[-1] in (14, 15)
 
 
@@ -144,16 +143,15 @@ def test_steps_that_a_save_slows_down_are_part_of_what_it_costs(monkeypatch):
 def test_the_overhead_holds_where_the_seconds_cannot(monkeypatch):
     run = Simulated(monkeypatch, KeepConfig(seconds=60, overhead=0.01), 2.0).train(3000)
     assert run.worst <= 202 + 1
-    assert 2.0 * len(run.saves) <= 0.0105 * run.now
+    assert 2.0 * len(run.saves[1:]) <= 0.01 * run.now
     assert "checkpoint.overhead is 0.01" in run.lines[0]
 
 
 def test_an_evaluation_that_would_make_a_save_late_comes_after_it(monkeypatch):
     """It takes 30 of 60 s; the first one's duration is not known before."""
-    run = Simulated(monkeypatch, KeepConfig(seconds=60), 0.1).train(39, 40, 30.0)
-    run.train(400, 40, 30.0)
+    run = Simulated(monkeypatch, KeepConfig(seconds=60), 0.1).train(400, 40, 30.0)
     assert run.worst <= 60 + 1
-    assert 40 in run.saves
+    assert 120 in run.saves
 
 
 SECONDS = {"train_step": 2.0, "save": 1.0, "evaluate": 12.0}
@@ -166,6 +164,12 @@ CHANGES = {
     "tracking": {"log_every": 3},
 }
 BY_SECONDS = {"checkpoint.seconds": 21, "checkpoint.overhead": 0.2}
+
+
+OFTEN = [4, 13, 18, 27, 30, 36, 40]
+"""Before the first save is timed, half of the 21 s; then 20 s: nine steps and a save. Steps 18 and
+36 are saved twice: before their evaluations, which would come too late after them, and after them,
+as the best."""
 
 
 def by_the_clock(configs, dies_at=0):
@@ -221,4 +225,32 @@ def test_when_checkpoints_are_saved_changes_nothing_else(corpus, tmp_path, world
         assert is_intact(run)
         assert_same(run, tmp_path / "plain/run")
         (event,) = events(run, "interval")[-1:]
-        assert (event["every"], event["lost_seconds"]) == (10, 21)
+        assert (event["every"], event["lost_seconds"]) == (9, 21)
+
+
+@pytest.mark.slow
+def test_killed_at_random_times(corpus, tmp_path):
+    """Real clocks and saves in the background. A kill leaves the newest whole checkpoint; which one
+    that is depends on the machine, and the end does not."""
+    changes = CHANGES | {"train.steps": 300, "optim.decay_steps": 300, "checkpoint.every": 1000}
+    changes |= {"eval.every": 100}
+    plain = training_config(corpus, tmp_path / "plain", changes)
+    by_seconds = {"checkpoint.seconds": 1, "checkpoint.overhead": 0.5}
+    by_seconds["checkpoint.background"] = True
+    killed = training_config(corpus, tmp_path / "killed", changes | by_seconds)
+    run = tmp_path / "killed/run"
+    rng = random.Random(1337)
+    for kill in range(4):
+        newest = max(saved_steps(run), default=0)
+        started = start_ranks(train, 1 + kill % 2, killed)
+        # a further one is on disk, so there is something to lose
+        wait_until(lambda: max(saved_steps(run), default=0) > newest, process=started[0][0])
+        time.sleep(rng.uniform(0, 1))
+        for process, _ in started:
+            process.kill()
+            process.join()
+        assert is_intact(run), kill
+    assert run_ranks(train, 1, killed) == ["completed"]
+    assert run_ranks(train, 1, plain) == ["completed"]
+    assert events(run, "interval")
+    assert is_intact(run)
