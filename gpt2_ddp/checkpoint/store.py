@@ -70,6 +70,7 @@ class Background:
     without a pipe, and it ends with the process.
 
     Attributes:
+        begun, ended: `time.monotonic()` of the newest start and of the newest end.
         timeout: allowed seconds of the current or last task.
         is_working: whether a task has begun and not ended.
         error: of the task, until `wait` raises it.
@@ -77,7 +78,8 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._begun = 0.0
+        self.begun = 0.0
+        self.ended = 0.0
         self.timeout = 0.0
         self.is_working = False
         self.error: BaseException | None = None
@@ -85,7 +87,7 @@ class Background:
     def start(self, task: Callable[[], object], timeout: float) -> None:
         """Waits for the previous task, and starts this one."""
         self.wait()
-        self._begun = time.monotonic()
+        self.begun = time.monotonic()
         self.timeout = timeout
         self.is_working = True
         self._thread = threading.Thread(
@@ -98,13 +100,14 @@ class Background:
             task()
         except BaseException as error:  # `wait` raises it, in the thread that trains
             self.error = error
+        self.ended = time.monotonic()
         # last: who sees the end also sees the error
         self.is_working = False
 
     @property
     def seconds(self) -> float:
         """Since the start of the current task."""
-        return time.monotonic() - self._begun
+        return time.monotonic() - self.begun
 
     def join(self) -> None:
         """Waits until nothing is written any more."""

@@ -156,7 +156,7 @@ def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:
         if tokens > MOST_PASSES * text.tokens and "train.minutes" not in given:
             tokens = MOST_PASSES * text.tokens
             length = {"train.steps": None, "train.epochs": MOST_PASSES, "train.minutes": None}
-    chosen = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
+    chosen: dict[str, Any] = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
     chosen |= _step(given, shape, tokens, machine.ranks, bool(length["train.minutes"]))
     values = flat(config.model_dump())
     if values["optim.name"] == "muon":

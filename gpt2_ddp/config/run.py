@@ -75,6 +75,12 @@ class KeepConfig(Section):
 
     keep_last: PositiveInt = 3
     """newest intact checkpoints to keep; the one with the lowest validation loss is kept, too"""
+    seconds: PositiveFloat | None = None
+    """most seconds of training that a kill may cost, and a step: saves further checkpoints between
+    those of `every`, as often as that needs (docs/reliability.md); null: no further ones"""
+    overhead: float = Field(default=0.025, gt=0, lt=1)
+    """most of the time that the checkpoints of `seconds` may take, as a fraction; where that is too
+    little, a line says how many seconds may be lost"""
     background: bool | Literal["auto"] = "auto"
     """true: write checkpoints from a copy in host memory while the training continues; false: the
     training waits; auto: true if a core and enough memory are free, as on GPU machines"""

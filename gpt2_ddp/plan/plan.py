@@ -45,6 +45,7 @@ from gpt2_ddp.training.memory import (
     other_ways,
     setting_of,
 )
+from gpt2_ddp.training.save_interval import Interval, SaveCost, describe, settle_interval
 from gpt2_ddp.training.start import OpenRun, open_run
 from gpt2_ddp.training.throughput import device_name
 
@@ -56,6 +57,9 @@ MFU = 0.4  # assumed model FLOP/s utilization, as a fraction of the GPUs' peak
 MFU_WIDTH = 768
 UNKNOWN_PEAK = 1e14  # assumed FLOP/s of a GPU that is not in the table
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
+COPY = (
+    5e9  # of that, for the copy alone: what training waits for if it is written in the background
+)
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
 
 
@@ -371,8 +375,35 @@ class Plan:
             "start": START[self.machine.kind],
             "steps": max(steps - done, 0) * step,
             "evaluations": (times(config.eval.every) + (done == 0)) * evaluation,
-            "checkpoints": times(config.checkpoint.every) * checkpoint,
+            "checkpoints": times(self.save_every) * checkpoint,
         }
+
+    @property
+    def interval(self) -> Interval | None:
+        """The saves by `checkpoint.seconds`; None without it, or without a speed."""
+        keep = self.config.checkpoint
+        if keep.seconds is None or not self.speed:
+            return None
+        written = self.checkpoint / DISK
+        waited = self.checkpoint / COPY if self.setting.background else written
+        step, *_ = self._durations(self.speed)
+        return settle_interval(keep, SaveCost(waited, written), step)
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints."""
+        every = self.config.checkpoint.every
+        return min(every, self.interval.every) if self.interval else every
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds of training that a kill costs at most, besides a step; with a speed."""
+        assert self.speed, "nothing is known without it"
+        step, evaluation, _ = self._durations(self.speed)
+        every = self.config.checkpoint.every
+        by_steps = every * step + every // self.config.eval.every * evaluation
+        by_steps += 2 * self.checkpoint / DISK
+        return min(self.interval.lost_seconds, by_steps) if self.interval else by_steps
 
     @property
     def steps(self) -> int | None:
@@ -381,14 +412,17 @@ class Plan:
         if self.corpus.steps or not config.train.minutes or not self.speed:
             return self.corpus.steps
         step, evaluation, checkpoint = self._durations(self.speed)
-        each = step + evaluation / config.eval.every + checkpoint / config.checkpoint.every
+        each = step + evaluation / config.eval.every + checkpoint / self.save_every
         left = 60 * config.train.minutes - START[self.machine.kind] - 2 * evaluation - checkpoint
         return max(int(left / each), 0)
 
     def _durations(self, speed: float) -> tuple[float, float, float]:
         """Seconds of a step, an evaluation and a checkpoint."""
         step = self.config.train.global_batch_tokens / speed
-        return step, self.corpus.scored / (3 * speed), self.checkpoint / DISK
+        checkpoint = self.checkpoint / DISK
+        if self.setting.background and self.config.checkpoint.seconds is not None:
+            checkpoint = self.checkpoint / COPY  # they are many
+        return step, self.corpus.scored / (3 * speed), checkpoint
 
     @property
     def device_hours(self) -> float:
@@ -529,6 +563,10 @@ def format_plan(plan: Plan) -> Iterator[str]:
     times = [f"{kind} {timedelta(seconds=round(time))}" for kind, time in plan.seconds.items()]
     yield f"  time         {total} at {plan.speed:,.0f} tokens/s"
     yield f"    {', '.join(times)}"
+    lost = timedelta(seconds=ceil(plan.lost_seconds))
+    yield f"  a kill       costs at most {lost}: a checkpoint every {plan.save_every:,} steps"
+    if plan.interval and not plan.interval.is_kept:
+        yield f"    {describe(config.checkpoint, plan.interval)}"
     price = ""
     if config.price is not None:
         price = f", {config.price * plan.device_hours:,.2f} in total"

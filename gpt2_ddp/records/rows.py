@@ -113,6 +113,10 @@ EVENTS = {
         *("steps", "minutes", "passed_seconds"),
         *("step_seconds", "evaluation_seconds", "save_seconds", "sample_seconds", "config"),
     ),
+    "interval": (
+        *("every", "every_seconds", "lost_seconds", "share"),
+        *("step_seconds", "save_seconds", "written_seconds"),
+    ),
     "rollback": ("from", "skipped_range", "order_digest"),
     "sample": ("prompt", "text"),
     "branch": (*Parent.model_fields, *FeedState.model_fields),

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -280,12 +280,20 @@ class Mirror:
             # in place, padded: the file is the lock, too
             os.pwrite(self._status, json.dumps(status).ljust(2000).encode(), 0)
 
+    @property
+    def _checkpoints(self) -> Path:
+        return self._run / "checkpoints"
+
+    def _names(self) -> list[str]:
+        """The names of the run's checkpoints, the newest first."""
+        names = [path.name for path in self._checkpoints.glob("step-*")]
+        return sorted((name for name in names if name[5:].isdigit()), reverse=True)
+
     def _copy(self, is_last: bool) -> None:
         """Copies new checkpoints and the records, and deletes what the run has deleted. The last
         time, gives the lease back."""
-        paths = sorted((self._run / "checkpoints").glob("step-*"), reverse=True)
         manifests = {
-            path.name: content_of(path / MANIFEST) for path in paths if path.name[5:].isdigit()
+            name: content_of(self._checkpoints / name / MANIFEST) for name in self._names()
         }
         hashes = {
             name: hashlib.sha256(manifest).hexdigest()
@@ -304,12 +312,19 @@ class Mirror:
             self._whole.pop(name, None)
             # a step that was saved again; a part of an earlier attempt
             self._bucket.remove_all(name)
-            with suppress(FileNotFoundError):  # deleted by the run meanwhile
+            with suppress(FileNotFoundError), ExitStack() as opened:  # deleted by the run before
+                # open files stay until they are copied: a run may save and delete faster than that
+                files = {
+                    file: opened.enter_context(below(self._checkpoints / name, file).open("rb"))
+                    for file in listed_files(manifest)
+                }
                 for file, file_sha256 in listed_files(manifest).items():
-                    path = below(self._run / "checkpoints" / name, file)
+                    path = Path(f"/dev/fd/{files[file].fileno()}")
                     self._bucket.put(path, f"{name}/{file}", file_sha256)
                 self._bucket.write(f"{name}/{MANIFEST}", manifest)
                 self._whole[name] = sha256
+            if self._names()[:1] > sorted(manifests)[-1:]:
+                break  # a newer one protects more than older ones
         # not if it was deleted meanwhile, or if the folder is lost
         if max(manifests, default=None) in self._whole:
             for name in gone:

@@ -222,6 +222,7 @@ def _config(kind: str, saved: Row, folder: str, data: Sequence[str], state: Row)
     changes: Row = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
     changes |= {"tracking.log_with": (), "tracking.profile_steps": ()}
     changes["checkpoint.mirror"] = None
+    changes["checkpoint.seconds"] = None
     is_alike = state["device"] == device_name(pick_device(config.train.device, "train."))
     if is_alike and config.train.compile == "auto":
         changes["train.compile"] = state["compile"]

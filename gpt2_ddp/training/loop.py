@@ -4,7 +4,7 @@ train           opens, builds and starts a run, and finishes it
   train_loop    the remaining steps, each followed by what is pending
     next_step
       train_step      forward, backward, clip, step
-      poll_save, stop.check, guard.judge
+      poll_save, interval.forecast, stop.check, guard.judge
       roll_back       after too many bad steps
     finish_pending    evaluates, writes the row, samples, saves
 """
@@ -153,6 +153,8 @@ def finish_pending(training: Training) -> Ending | None:
     run = training.run
     progress = run.progress
     stop = training.stop
+    if training.interval and training.interval.must_precede(progress.pending):
+        _save(training)
     _evaluate_log_sample(training)
     verdict = training.trainer.guard.judge_evaluation(progress.val_loss, progress.best)
     if verdict is Verdict.DIVERGED:
@@ -163,12 +165,16 @@ def finish_pending(training: Training) -> Ending | None:
         if ruin:
             return "diverged", ruin
     if progress.pending.save or run.is_complete or stop.is_agreed:
-        with stop.timed("save"):
-            training.save()
-        stop.sync()
+        _save(training)
     if run.is_complete:
         return "completed", ""
     return ("stopped", "") if stop.is_agreed else None
+
+
+def _save(training: Training) -> None:
+    with training.stop.timed("save"):
+        training.save()
+    training.stop.sync()
 
 
 def _evaluate_log_sample(training: Training) -> None:
@@ -186,7 +192,7 @@ def _evaluate_log_sample(training: Training) -> None:
             has_row = bool(scores) or run.step > progress.first_step
             pending.row = pending.row | scores if has_row else {}
             pending.evaluate = False
-            pending.save = pending.save or (progress.is_best and run.patience is not None)
+            pending.save = pending.save or (progress.is_best and _saves_best(training))
         if pending.row:
             metrics.log(pending.row, progress.steps)
             pending.row = {}
@@ -198,6 +204,13 @@ def _evaluate_log_sample(training: Training) -> None:
             pending.sample = False
     if is_long:  # a signal that came meanwhile stops all ranks here, and not a step later
         stop.sync()
+
+
+def _saves_best(training: Training) -> bool:
+    """Whether a new lowest val_loss is saved. Collective."""
+    if training.run.patience is not None:
+        return True
+    return training.interval is not None and training.interval.allows()
 
 
 def find_ruin(trainer: Trainer) -> str:
@@ -280,12 +293,15 @@ def next_step(training: Training) -> str:
     run = training.run
     guard = training.trainer.guard
     feed = run.task.feed
+    interval = training.interval
     while True:
         step = run.step + 1
         recorded = training.trace.around(step, run.progress.steps, training.throughput)
         with recorded, training.stop.timed("step"):
             result = train_step(training.trainer)
             poll_save(run, training.stop)
+            if interval:
+                interval.forecast(run.step)
             training.stop.check()
             verdict = guard.judge(run.step, feed.order.phase_at(feed.state.position))
         is_first_bad = guard.bad_steps == 1 and guard.judged == guard.first_bad
@@ -299,7 +315,8 @@ def next_step(training: Training) -> str:
             return problem
     due = result.due
     row = finite(_row(training, result)) if due.log or due.evaluate else {}
-    run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=due.save)
+    save = due.save or (interval is not None and interval.is_due(run.step))
+    run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=save)
     return ""
 
 
@@ -399,6 +416,8 @@ def roll_back(training: Training) -> str:
             run.store.remove_after(guard.last_good)
         return f"{problem}, after {rollbacks} rollbacks" if rollbacks else problem
     training.trainer.load(good)
+    if training.interval:
+        training.interval.restart()
     progress.rollbacks = rollbacks + 1
     progress.pending = Pending()
     begin = feed.next_position

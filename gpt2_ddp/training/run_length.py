@@ -184,6 +184,8 @@ class RunLength:
         pending = self._training.run.progress.pending
         step = self._training.run.step
         checkpoints = config.checkpoint.every
+        if self._training.interval:
+            checkpoints = min(checkpoints, self._training.interval.every or checkpoints)
         evaluations = config.eval.every
 
         def due(every: int) -> int:

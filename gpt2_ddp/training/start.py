@@ -64,6 +64,7 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.initial_weights import settle_model
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.replica_check import check_replicas, replicated_tensors
+from gpt2_ddp.training.save_interval import SaveInterval
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task, check_numbers
 from gpt2_ddp.training.throughput import (
@@ -545,13 +546,15 @@ def _record_start(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A run that trains, with requests to stop, rows and speed."""
+    """A run that trains, with requests to stop, rows and speed; with `checkpoint.seconds`, an
+    interval of its saves."""
 
     trainer: Trainer
     stop: StopRequest
     metrics: Metrics
     throughput: Throughput
     trace: Trace
+    interval: SaveInterval | None
 
     @property
     def run(self) -> OpenRun:
@@ -563,6 +566,8 @@ class Training:
         save is on disk once `wait_for_save` returns, any other once this returns."""
         run = self.run
         guard = self.trainer.guard
+        if self.interval:
+            self.interval.begin_save()
         self.wait_for_save()
         self.trainer.check_replicas()
         snapshot = self.trainer.snapshot()
@@ -572,6 +577,8 @@ class Training:
         good = run.step if is_complete and not guard.is_suspicious else guard.last_good
         must_wait = is_complete or self.stop.is_agreed
         run.store.save(snapshot, good, must_wait, self.trainer.has_core)
+        if self.interval:
+            self.interval.end_save(run.step)
 
     def wait_for_save(self) -> None:
         """Waits for the background save. Collective. Raises: UserError if writing failed, or the
@@ -605,8 +612,12 @@ def start(trainer: Trainer, on_row: OnRow | None = None) -> Generator[Training]:
         metrics.start_trackers(config, run.progress.run_id)
         run.log.write_status("running", run.step)
         metrics.print(describe_start(trainer))
+        interval = None
+        if config.checkpoint.seconds is not None:
+            background = run.store.background
+            interval = SaveInterval(config.checkpoint, stop, background, run.log, metrics.print)
         trace.announce(run.step + 1, run.progress.steps)
-        yield Training(trainer, stop, metrics, throughput, trace)
+        yield Training(trainer, stop, metrics, throughput, trace, interval)
     except BaseException as caught:
         error = user_error_of(caught)
         _record_failure(run, error)

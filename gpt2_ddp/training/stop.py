@@ -1,4 +1,5 @@
-"""Requests to stop early: by signals, by time limits, agreed among all ranks."""
+"""Requests to stop early: by signals, by time limits, agreed among all ranks. And the step of the
+next checkpoint, by the main process's clock."""
 
 import os
 import signal
@@ -37,6 +38,9 @@ class StopRequest:
     Attributes:
         reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have
             agreed to it.
+        next_save: the step after which the main process wants the next checkpoint; 0 for none, as
+            on other ranks.
+        save_at: its number that all ranks have; that of the call of `check` before.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class StopRequest:
     ):
         self.reason = ""
         self.is_agreed = False
+        self.next_save = 0
+        self.save_at = 0.0
         self._progress = progress
         self._deadlines: list[tuple[float, str]] = []
         if is_main_process() and max_minutes:
@@ -60,7 +66,7 @@ class StopRequest:
         self._is_all_by_signals = True
         self._done = 0.0
         self._sum = LateSum()
-        self._sum.start([0, 0, 0])  # for the first `check`
+        self._sum.start([0, 0, 0, 0])  # for the first `check`
         self._seconds = defaultdict[str, deque[float]](lambda: deque(maxlen=KEPT))
         self.restore_handlers = install_handlers(self._on_signal)
 
@@ -110,8 +116,8 @@ class StopRequest:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
         stops = bool(self.reason)  # read once: a signal may come at any time
-        requested, signals, self._done = self._sum.result()
-        self._sum.start([stops, stops and self._is_by_signal, done])
+        requested, signals, self._done, self.save_at = self._sum.result()
+        self._sum.start([stops, stops and self._is_by_signal, done, self.next_save])
         self._is_all_by_signals = self._is_all_by_signals and requested == signals
         if requested or (self.reason and not has_others()):
             self.reason = self.reason or "another rank"

@@ -355,6 +355,32 @@ def test_what_is_done_and_how_long_it_takes():
         assert f"{minutes:g} minutes" in "".join(format_plan(timed))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "background", "every", "lost"),
+    [
+        (None, False, 1000, 1000 + 4 + 2),  # four evaluations, and a save at either end
+        (60, False, 58, 60),  # a save before 59 s have passed
+        (30, False, 39, 41),  # it is 2.5 % of 40 s
+        (30, True, 28, 30),  # a copy takes 0.1 s
+        (3600, True, 1000, 1006),
+    ],
+)
+def test_what_a_kill_costs(seconds, background, every, lost):
+    """A step, an evaluation and a save take a second each."""
+    plan = plan_of(tokens_per_second=524_288)
+    keep = plan.config.checkpoint.model_copy(update={"seconds": seconds})
+    timed = replace(
+        plan,
+        config=plan.config.model_copy(update={"checkpoint": keep}),
+        corpus=plan.corpus._replace(steps=1050, scored=3 * 524_288),
+        checkpoint=500_000_000,
+        setting=replace(plan.setting, background=background),
+    )
+    assert timed.save_every == every
+    assert_close(timed.lost_seconds, lost)
+    assert f"a checkpoint every {every:,} steps" in "\n".join(format_plan(timed))
+
+
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     assert plan_of("no").speed is None  # the peak is bf16's
     of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "epoch_size": 9}

@@ -615,6 +615,35 @@ def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, mo
     assert Bucket(f"file://{bucket}/run").checkpoints().keys() == models(copied / "run").keys()
 
 
+def test_a_run_that_saves_and_deletes_faster_than_it_is_copied(copied, tmp_path, monkeypatch):
+    """The newest is copied whole although the run deletes it meanwhile. Then come those that are
+    newer, before older ones."""
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    shutil.copytree(copied / "run", run)
+    later = tmp_path / "step-00000012"
+    shutil.copytree(checkpoints / "step-00000010", later)
+    put = Bucket.put
+    written = []
+
+    def put_slowly(there, file, name, sha256):
+        if later.exists():
+            shutil.move(later, checkpoints)
+            shutil.rmtree(checkpoints / "step-00000010")
+        put(there, file, name, sha256)
+        written.append(name.partition("/")[0])
+
+    monkeypatch.setattr(Bucket, "put", put_slowly)
+    one = mirror_at(tmp_path / "bucket", run)
+    one.restore()
+    one._copy(is_last=False)
+    there = Bucket(f"file://{tmp_path}/bucket/run")
+    assert [*there.checkpoints()] == ["step-00000010"]
+    one._copy(is_last=False)
+    assert [*dict.fromkeys(written)][:2] == ["step-00000010", "step-00000012"]
+    assert max(there.checkpoints()) == "step-00000012"
+
+
 def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
     shutil.copytree(copied / "run", tmp_path / "run")
     (newest_checkpoint(tmp_path / "run") / "state.json").write_text("{}")

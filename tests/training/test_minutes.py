@@ -403,6 +403,7 @@ class Simulated:
         self.stop._seconds = defaultdict(lambda: deque(maxlen=KEPT))
         self.stop.is_agreed = False
         self.metrics = SimpleNamespace(print=id)
+        self.interval = None
         self.run = self
         self.now = 0.0
         self.pace = pace
