@@ -296,7 +296,7 @@ with warnings.catch_warnings():
             """Another number of runs than two."""
             if len(self.runs) != 2:
                 names = " ".join(self.runs) or None
-                yield "runs", names, "name two run folders, like runs/a runs/b"
+                yield "runs", names, "should be two run folders, like runs/a runs/b"
 
     class WhereConfig(Command):
         """where.py: the steps that trained on a text, or the texts that a step trained on"""

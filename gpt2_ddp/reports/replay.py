@@ -254,7 +254,7 @@ def _how_exactly(config: RunConfig, state: Row) -> tuple[int, list[str]]:
         reasons.append("GPU results are repeatable only with train.deterministic")
     devices = {now["device"], before["device"]}
     draws_others = not fits or (len(devices) > 1 and "cpu" in devices)
-    model = config.model_dump()["model"]
+    model = config.model_dump().get("model", {})  # not all small jobs have one
     if draws_others and (model.get("dropout") or model.get("attention_dropout")):
         problem = f"its dropout depends on its {trained} processes and on {before['device']}"
         hint = "replay it on the same number and kind of devices"

@@ -21,7 +21,7 @@ import nasty
 import numpy as np
 import pyarrow.parquet
 import pytest
-from commands import ROOT, expect_error, snapshot
+from commands import expect_error, snapshot
 from nasty import NOT_TEXT, library_texts, write_nasty
 from ranks import run_ranks
 from runs import edit_manifest, said
@@ -729,35 +729,3 @@ def test_a_closed_output_is_no_damage_of_the_data(texts, tmp_path, monkeypatch):
     with pytest.raises(BrokenPipeError):
         prepare(config(texts, tmp_path / "out"))
     verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
-
-
-def make_dump(folder, **sizes):
-    folder.mkdir()
-    for name, tokens in sizes.items():
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, tokens
-        ids = np.random.default_rng(tokens).integers(0, 50_257, tokens).astype("<u2")
-        (folder / f"{name}.bin").write_bytes(header.tobytes() + ids.tobytes())
-
-
-def test_dumps_of_others_become_a_corpus(tmp_path, monkeypatch):
-    """By the program of docs/extend.md."""
-    make_dump(
-        tmp_path / "dumps",
-        fineweb_val_000000=300,
-        fineweb_train_000001=100,
-        fineweb_train_000000=200,
-    )
-    (program,) = re.findall(
-        r"```python\n(from pathlib import Path\n.*?)```",
-        (ROOT / "docs/extend.md").read_text(),
-        re.DOTALL,
-    )
-    monkeypatch.chdir(tmp_path)
-    exec(program, {})
-    manifest = read_manifest(tmp_path / "data/dumps")
-    verify_shards(tmp_path / "data/dumps", manifest)
-    ids = TokenStream(tmp_path / "data/dumps", manifest, "train").read(np.array([0]), 300)[0]
-    parts = [(tmp_path / f"dumps/fineweb_train_00000{n}.bin").read_bytes()[1024:] for n in (0, 1)]
-    assert ids.tobytes() == b"".join(parts)
-    assert (manifest.tokens("val"), manifest.eot) == (300, 50256)

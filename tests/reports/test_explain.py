@@ -439,7 +439,7 @@ def test_wrong_input_is_one_line(runs, pair, tmp_path):
     base = runs / "base"
     code, errors = run_script("explain", [str(base)])
     assert (code, errors.count("error: ")) == (2, 1)
-    assert "name two run folders" in errors
+    assert "should be two run folders" in errors
     expect_error("is of a regression run, .* of a gpt2 run", explain, base, runs / "job")
     expect_error("there is no such folder", explain, base, tmp_path / "missing")
     expect_error("is no run folder", explain, base, tmp_path)

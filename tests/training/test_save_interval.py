@@ -162,9 +162,12 @@ CHANGES = {
     "train.steps": 40,
     "optim.decay_steps": 40,
     "model.dropout": 0.1,
-    "eval": {"every": 18, "tokens": 768},
-    "checkpoint": {"every": 30, "background": False, "keep_last": 99},
-    "tracking": {"log_every": 3},
+    "eval.every": 18,
+    "eval.tokens": 768,
+    "checkpoint.every": 30,
+    "checkpoint.background": False,
+    "checkpoint.keep_last": 99,
+    "tracking.log_every": 3,
 }
 BY_SECONDS = {"checkpoint.seconds": 21, "checkpoint.overhead": 0.2}
 
