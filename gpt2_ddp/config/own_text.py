@@ -65,7 +65,7 @@ WIDE = 320
 """Context in tokens; the second for wider models."""
 LEAST_WINDOWS = 64
 """Fewest windows of a text."""
-DROPOUTS = ((6, 0.0), (15, 0.1), (math.inf, 0.2))
+DROPOUTS = ((10, 0.0), (20, 0.1), (math.inf, 0.2))
 """Most passes over the text, and the dropout for them."""
 MOST_PASSES = 40.0
 """Passes over the text after which a run ends, although time is left: it would learn the text by
@@ -78,12 +78,12 @@ LR = 0.02
 """AdamW's learning rate beside Muon, for a width of 192; inverse to the root of the width."""
 MUON_LR = 0.012
 MEMORY_OF_RUN = 0.15
-MEMORY_OF_PASS = 0.4
+MEMORY_OF_PASS = 0.6
 """What weight decay leaves of the weights of earlier steps falls to 1/e in 1 / (rate x decay)
 steps: in so much of the run, or of a pass over the text if that is less. So text that is read
 often is forgotten in between (Wang and Aitchison, 2024, "How to set AdamW's weight decay as you
 scale model and dataset size")."""
-MOST_DECAY = 3.0
+MOST_DECAY = 2.5
 """Largest weight decay."""
 ADAMW_LR = 2e-3
 ADAMW_DECAY = 0.6
