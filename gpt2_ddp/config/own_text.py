@@ -65,7 +65,7 @@ WIDE = 320
 """Context in tokens; the second for wider models."""
 LEAST_WINDOWS = 64
 """Fewest windows of a text."""
-DROPOUTS = ((10, 0.0), (20, 0.1), (math.inf, 0.2))
+DROPOUTS = ((16, 0.0), (30, 0.1), (math.inf, 0.2))
 """Most passes over the text, and the dropout for them."""
 MOST_PASSES = 40.0
 """Passes over the text after which a run ends, although time is left: it would learn the text by
