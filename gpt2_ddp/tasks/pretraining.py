@@ -428,7 +428,8 @@ class Pretraining(Task[TrainingConfig]):
         memory = least_memory(self.accelerator.device)
         before = self.recorded_micro_batch
         size = choose_micro_batch(setting, memory, before)
-        if size != before:
+        is_whole = size == next(divisions(setting))  # the line of the start says as much
+        if size != before and (before or not is_whole):
             change = f"was {before}, which no longer fits; it is now" if before else "is"
             free = f"{memory / 1e9:,.1f} GB are free"
             print_line(f"note: train.micro_batch_size {change} {size}, by an estimate; {free}")
