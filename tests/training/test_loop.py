@@ -367,6 +367,7 @@ def test_a_stop_during_an_evaluation_is_agreed_on_at_once():
     training.run = MagicMock(step=0, early_end="", is_complete=False)
     training.run.progress = Progress(pending=Pending(evaluate=True))
     training.stop.is_agreed = False
+    training.interval = None
     training.trainer.evaluate.return_value = {}
     assert finish_pending(training) is None
     training.stop.sync.assert_called_once()
