@@ -29,6 +29,7 @@ NEEDED = """\
 a package index
 make train
 make test
+make setup
 make check
 make format
 make docs

@@ -85,6 +85,7 @@ class Mirror:
         self._bucket = bucket
         self._url = bucket.url
         self._lease = lease
+        self._begun: set[str] = set()  # checkpoints that are there in part, or whole unknown to us
         self._ended = threading.Event()
         self._status = os.open(run / ".mirror", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         fcntl.lockf(self._status, fcntl.LOCK_EX)
@@ -301,7 +302,7 @@ class Mirror:
             if manifest
         }
         new = hashes.items() - self._whole.items()
-        gone = self._whole.keys() - manifests.keys()
+        gone = (self._whole.keys() | self._begun) - manifests.keys()
         if new or gone or is_last:
             self._check_lease(hashes)
             for record in RECORDS:
@@ -310,6 +311,7 @@ class Mirror:
         for name, sha256 in sorted(new, reverse=True):
             manifest = manifests[name] or b""
             self._whole.pop(name, None)
+            self._begun.add(name)
             # a step that was saved again; a part of an earlier attempt
             self._bucket.remove_all(name)
             with suppress(FileNotFoundError), ExitStack() as opened:  # deleted by the run before
@@ -323,13 +325,15 @@ class Mirror:
                     self._bucket.put(path, f"{name}/{file}", file_sha256)
                 self._bucket.write(f"{name}/{MANIFEST}", manifest)
                 self._whole[name] = sha256
+                self._begun.discard(name)
             if self._names()[:1] > sorted(manifests)[-1:]:
                 break  # a newer one protects more than older ones
         # not if it was deleted meanwhile, or if the folder is lost
         if max(manifests, default=None) in self._whole:
             for name in gone:
                 self._bucket.remove_all(name)
-                del self._whole[name]
+                self._whole.pop(name, None)
+                self._begun.discard(name)
         if is_last:
             self._give_back()
 

@@ -644,6 +644,41 @@ def test_a_run_that_saves_and_deletes_faster_than_it_is_copied(copied, tmp_path,
     assert max(there.checkpoints()) == "step-00000012"
 
 
+@pytest.mark.parametrize("last", ["manifest.json", "model.safetensors"])
+def test_a_checkpoint_whose_copy_failed_and_that_is_deleted_stays_nowhere(
+    copied, tmp_path, monkeypatch, last
+):
+    """The storage may have an object although its answer was lost."""
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    shutil.copytree(copied / "run", run)
+    later = tmp_path / "step-00000012"
+    shutil.copytree(checkpoints / "step-00000010", later)
+
+    def losing(method):
+        def call(there, source, *arguments):
+            result = method(there, source, *arguments)
+            if f"step-00000010/{last}" in (source, *arguments):
+                raise TimeoutError("the answer is lost")
+            return result
+
+        return call
+
+    one = mirror_at(tmp_path / "bucket", run)
+    one.restore()
+    with monkeypatch.context() as faults:
+        for name in ("put", "write"):
+            faults.setattr(Bucket, name, losing(getattr(Bucket, name)))
+        with pytest.raises(TimeoutError):
+            one._copy(is_last=False)
+    shutil.move(later, checkpoints)
+    shutil.rmtree(checkpoints / "step-00000010")
+    one._copy(is_last=False)
+    there = {path.name for path in (tmp_path / "bucket/run").rglob("step-*")}
+    assert "step-00000012" in there
+    assert "step-00000010" not in there
+
+
 def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
     shutil.copytree(copied / "run", tmp_path / "run")
     (newest_checkpoint(tmp_path / "run") / "state.json").write_text("{}")
