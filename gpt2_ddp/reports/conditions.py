@@ -99,6 +99,7 @@ EFFECTS: dict[str, tuple[Effect, ...]] = {
     "tokenizer": ("data", "model"),
     "tasks": ("scores",),
     "code": CODE,
+    "own": CODE,  # settings of a class, which may use them for anything
     "commit": CODE,
     "versions.gpt2_ddp": CODE,
     "versions": ("rounding",),

@@ -413,6 +413,7 @@ def test_every_field_has_an_effect():
         for name, _ in leaves(command):
             assert effects_of(name, {}, {}), name
             assert name in EFFECTS or name.rpartition(".")[0] in EFFECTS, name
+    assert effects_of("own.experts", {}, {}) == effects_of("code", {}, {})
 
 
 def test_limits_grow_with_the_steps():
