@@ -21,8 +21,10 @@ Tokens = NDArray[np.int64]
 
 def bits_per_token(training: Tokens, validation: Tokens, vocab_size: int) -> float:
     """Mean bits per token of a validation text, without its first `ORDER` - 1 tokens, by counts of
-    the training text: interpolated absolute discounting (Ney, Essen and Kneser, 1994,
-    "On structuring probabilistic dependences in stochastic language modelling").
+    the training text.
+
+    The method is interpolated absolute discounting (Ney, Essen and Kneser, 1994, "On structuring
+    probabilistic dependences in stochastic language modelling").
 
     The probability of token w after the tokens h is (max(n(h, w) - d, 0) + d·t(h)·p(w)) / n(h).
     n counts in the training text, t(h) is the number of different tokens after h, p is the

@@ -123,7 +123,8 @@ def from_record(values: Mapping[str, float]) -> Forecast:
 
 
 def worth_of(tokens: float, different: float) -> float:
-    """New tokens that are worth as much as these, of which so many are different: the formula of
-    Muennighoff et al., U + U·R*·(1 - exp(-R / R*)), with R passes after the first."""
+    """New tokens that are worth as much as these, of which so many are different.
+
+    By Muennighoff et al., U + U·R*·(1 - exp(-R / R*)), with R passes after the first."""
     repeats = max(tokens / different - 1, 0)
     return min(tokens, different) + different * WORTH * (1 - math.exp(-repeats / WORTH))

@@ -84,7 +84,7 @@ class Interval(NamedTuple):
 
 def settle_interval(keep: KeepConfig, cost: SaveCost, step_seconds: float) -> Interval:
     """The longest interval in which a kill costs at most `checkpoint.seconds`, or the shortest one
-    that is possible: saves take at most `checkpoint.overhead` of the time, one begins once the one
+    that is possible. Saves take at most `checkpoint.overhead` of the time. One begins once the one
     before is on disk, and no two follow the same step."""
     assert keep.seconds is not None
     least = max(cost.save_seconds / keep.overhead, cost.written_seconds, step_seconds)
