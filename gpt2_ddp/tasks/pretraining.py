@@ -575,9 +575,9 @@ def settings_of(name: str) -> type[Section]:
 def check_memory(
     model: ModelConfig, vocab_size: int, processes: int = 0, average: float = 0.0
 ) -> None:
-    """Raises: UserError if this machine has less free memory than the weights take or, with
-    training `processes` in it, their weights, gradients and one value of the optimizer for each,
-    and their average (`optim.average`)."""
+    """Raises: UserError if this machine has less free memory than the weights take. With
+    `processes` that train in it, each needs gradients and one value of the optimizer per parameter
+    in addition, and the average (`optim.average`)."""
     count = count_parameters(model, vocab_size)
     free = free_memory()
     size = 4 * count

@@ -21,9 +21,9 @@ def rate_at(step: int, fraction: float) -> float:
     """How far the average moves toward the weights after a step, of 0 to 1; the first step is 1.
 
     The rate is min(1, c / t) at step t, with c = 1 / `fraction` - 1. So the weights of step s count
-    in proportion to s^(c - 1), and their mean age is `fraction` of the steps so far: a power-law
-    average (Karras et al., 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-    Models"). It needs no length of the run, and a resume needs the step alone.
+    in proportion to s^(c - 1), a power-law average (Karras et al., 2024, "Analyzing and Improving
+    the Training Dynamics of Diffusion Models"). Their mean age is `fraction` of the steps so far.
+    It needs no length of the run, and a resume needs the step alone.
     """
     return min(1.0, (1 / fraction - 1) / step)
 
