@@ -283,9 +283,9 @@ def verify(run: Place, **settings: object) -> bool:
 
 
 def explain(first: Place, second: Place) -> "Explanation":
-    """Why two recorded runs differ, as explain.py prints it. Returns `verdict` (equal, explained or
-    not explained), `first` (name of the first cause), `causes`, `partings`, `text` for people, and
-    `as_json()`. docs/explain.md has their fields.
+    """Why two recorded runs differ, as explain.py prints it. Returns `verdict` (equal, explained,
+    not explained, or changed after it was written), `first` (name of the first cause), `changes`,
+    `causes`, `partings`, `text` for people, and `as_json()`. docs/explain.md has their fields.
     """
     from gpt2_ddp.reports.explain import explain  # noqa: PLC0415  torch
 

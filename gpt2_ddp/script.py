@@ -47,7 +47,7 @@ def run_command(
             fast.
         default: preset without `--config`.
         settings_of: name of the function that returns the settings of the class in `--task`, for
-            the help.
+            `--help` and `--print_config`.
     """
     faulthandler.enable(2)  # a library that crashes is found by the calls on stderr
     with exit_on_signal(print_line), standard_streams():
@@ -78,9 +78,9 @@ def run_command(
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _call(function: str, task: str) -> type[Section]:
+def _call(function: str, task: str, is_flag: bool) -> type[Section]:
     """The result of `function`, `module:function`, which is imported now."""
-    return resolve_name(function)(task)
+    return resolve_name(function)(task, is_flag)
 
 
 def is_one_of_several() -> bool:

@@ -37,7 +37,7 @@ from gpt2_ddp.config.base import (
     sections,
 )
 from gpt2_ddp.config.help import help_text, other_file
-from gpt2_ddp.config.own_settings import OWN, with_settings
+from gpt2_ddp.config.own_settings import NO_CLASS, OWN, OwnConfig, settle, with_settings
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import DEEPEST, check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -61,8 +61,8 @@ Default = str | Callable[[Mapping[str, Any]], str] | None
 returns the file for the given flags."""
 
 
-SettingsOf = Callable[[str], type[Section]]
-"""Returns the settings of the class that a flag --task names."""
+SettingsOf = Callable[[str, bool], type[Section]]
+"""Returns the settings of a class, from its name, and whether a flag --task gives that name."""
 
 
 def load(
@@ -71,22 +71,15 @@ def load(
     default: Default = None,
     settings_of: SettingsOf | None = None,
 ) -> C:
-    """The validated configuration of a command line. `settings_of`: for the help of a class.
+    """The validated configuration of a command line. `settings_of`: for the help of a class, and
+    for `--print_config`, which refuses what a training refuses.
 
     Raises:
         UserError: all user errors, up to `MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
     if {"-h", "--help"}.intersection(argv):
-        preset = _preset(default, {})
-        defaults = flat(read_yaml(preset)) if preset else {}
-        only = () if "all" in argv else command.first
-        task = split_flags(command, argv).values.get("task")
-        if settings_of and isinstance(task, str):
-            settings = settings_of(task)
-            command = with_settings(command, settings)
-            only = only and (*only, *(f"{OWN}.{name}" for name in settings.model_fields))
-        print(help_text(command, preset, defaults, only))
+        _print_help(command, argv, default, settings_of)
         sys.exit(0)
     words = [word for word in argv if word != "--print_config"]
     files, flags, mistakes = split_flags(command, words)
@@ -97,9 +90,51 @@ def load(
     if mistakes:
         raise UserError.join(mistakes[:MOST])
     if "--print_config" in argv:
+        if settings_of:
+            _check_own_settings(config, flags, settings_of)
         print(dump(config), end="")
         sys.exit(0)
     return config
+
+
+def _print_help(
+    command: type[Command], argv: Sequence[str], default: Default, settings_of: SettingsOf | None
+) -> None:
+    """Prints the help, with the defaults that hold beside the other flags. Raises: UserError for a
+    class that cannot be loaded."""
+    given = split_flags(command, [word for word in argv if word not in ("-h", "--help", "all")])
+    preset = None if given.files else _preset(default, given.values)
+    files = [preset] if preset else given.files
+    defaults: dict[str, Any] = {}
+    for file in files:
+        defaults |= flat(read_yaml(file))
+    only = () if "all" in argv else command.first
+    task = given.values.get("task")
+    if settings_of and isinstance(task, str):
+        settings = settings_of(task, True)
+        command = with_settings(command, settings)
+        only = only and (*only, *(f"{OWN}.{name}" for name in settings.model_fields))
+    print(help_text(command, files, defaults, only))
+
+
+def _check_own_settings(
+    config: Command, flags: Mapping[str, object], settings_of: SettingsOf
+) -> None:
+    """Raises: UserError for a class that a training would not load, and for settings that the class
+    does not have. A run that is resumed or branched has its own class, which the training checks.
+    """
+    fields = dict(config)
+    own = fields.get(OWN)
+    task = fields.get("task")
+    if not isinstance(own, OwnConfig):
+        return
+    if isinstance(task, str):
+        settle(own, settings_of(task, flags.get("task") == task), task.rpartition(":")[2])
+        return
+    run = os.path.join(str(fields.get("output_dir")), str(fields.get("run_name")))
+    branches = flat(config.model_dump()).get("train.branch_from")
+    if not branches and not os.path.exists(run):
+        settle(own, Section, NO_CLASS)
 
 
 class Flags(NamedTuple):

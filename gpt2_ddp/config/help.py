@@ -10,6 +10,7 @@ from typing import Any, cast
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import Command, kinds_of, leaves, sections
+from gpt2_ddp.config.own_text import CHOSEN
 from gpt2_ddp.config.tools import PrepareConfig
 
 
@@ -29,15 +30,16 @@ def other_file(content: Mapping[str, Any]) -> str:
 
 def help_text(
     command: type[Command],
-    preset: str | None,
+    files: Sequence[str],
     defaults: Mapping[str, Any],
     only: Sequence[str] = (),
 ) -> str:
-    """The text of `--help`: all flags of a command, or those in `only`. `defaults`: values in the
-    file `preset`, by dotted names."""
+    """The text of `--help`: all flags of a command, or those in `only`. `defaults`: values in
+    `files`, the preset or those of `--config`, by dotted names."""
     fields = leaves(command)
     words = f"[{command.positional.upper()}] " if command.positional else ""
-    preset_text = f" (default: {preset})" if preset else ""
+    preset_text = f" (default: {' '.join(files)})" if files else ""
+    chosen = CHOSEN if defaults.get("own_text") is True else ()
     parts = [
         f"usage: {Path(sys.argv[0]).name} {words}[--config FILE ...] [--FIELD VALUE ...]",
         "",
@@ -55,6 +57,8 @@ def help_text(
             parts += ["", _heading(command, section)]
             before = section
         default = _as_text(defaults.get(name, field.default)) or "none"
+        if name in chosen and name not in defaults:
+            default = "by the rule of own_text"
         text = f"{field.description or ''} (default: {default})"
         parts.append(_flag_help(f"{name} {_metavar(field)}", text))
     if only:

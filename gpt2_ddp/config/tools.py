@@ -281,7 +281,8 @@ with warnings.catch_warnings():
 
     class ExplainConfig(Command):
         """explain.py: why two recorded runs differ: the first cause, then the others; exit code 0:
-        they are equal, 1: different and explained, 3: different and not explained"""
+        they are equal, 1: different and explained, 3: different and not explained, or changed after
+        they were written"""
 
         in_one_process = True
         positional = "runs"
@@ -316,13 +317,13 @@ with warnings.catch_warnings():
         rank: NonNegativeInt | None = None
         """step, spike: only those of this rank; null: of all ranks"""
         spike: Literal["grad_norm", "loss"] | None = None
-        """print the texts of the steps where this value was the farthest above the rows around
-        them; one that is not finite comes first"""
+        """print the texts of the steps where this value stands out: more than 6 times its usual
+        spread above the ten rows before, after the warm-up; one that is not finite comes first"""
         spikes: Count = 3
-        """spike: number of steps"""
+        """spike: most steps to print"""
         data: tuple[str, ...] = ()
-        """folder of token shards, or all folders of a mixture in their order; none: the run's
-        own"""
+        """folder of token shards or its URL, or all folders of a mixture in their order; none: the
+        run's own"""
         trust_run_code: TrustRunCode = False
         json: bool = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
         """print one JSON object (docs/where.md) instead of text"""

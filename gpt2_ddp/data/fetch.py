@@ -13,12 +13,23 @@ from gpt2_ddp.distributed.process import run_module
 def get_data(config: TrainingConfig) -> None:
     """Copies the shards of URLs, and prepares missing ones. Raises: UserError."""
     for url, folder in config.data.urls.items():
-        run_module(
-            "gpt2_ddp.remote.transfer", "--action=data", f"--url={url}", f"--folder={folder}"
-        )
+        _copy(url, folder)
     recipe = missing_data(config)
     if recipe:
         run_module("gpt2_ddp", "prepare_data", "--config", recipe)
+
+
+def copy_missing(config: TrainingConfig) -> None:
+    """Copies the shards of URLs that have no copy on this machine yet. Raises: UserError."""
+    missing = {*missing_folders(config)}
+    for url, folder in config.data.urls.items():
+        if folder in missing:
+            _copy(url, folder)
+
+
+def _copy(url: str, folder: str) -> None:
+    """Copies the shards of a URL, in a process of its own. Raises: UserError."""
+    run_module("gpt2_ddp.remote.transfer", "--action=data", f"--url={url}", f"--folder={folder}")
 
 
 def missing_data(config: TrainingConfig) -> str | None:

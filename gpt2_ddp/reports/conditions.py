@@ -11,6 +11,8 @@ before it. So resumes, rollbacks and branches need no rules of their own.
 """
 
 import os
+import shlex
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,29 +22,44 @@ from pydantic import ValidationError
 
 from gpt2_ddp.checkpoint.format import MANIFEST, list_checkpoints, step_of
 from gpt2_ddp.config.base import flat
-from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.cli import read_yaml, split_flags
+from gpt2_ddp.config.own_settings import OWN
+from gpt2_ddp.config.own_text import CHOSEN
 from gpt2_ddp.config.saved import CONFIGS, complete
+from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig
 from gpt2_ddp.data.mixture import recorded_mixture
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import no_such_folder
-from gpt2_ddp.records.rows import CONFIG, METRICS, Row, is_rollback, read_lines, split_chain
+from gpt2_ddp.records.rows import (
+    CONFIG,
+    METRICS,
+    Row,
+    is_event,
+    is_rollback,
+    read_lines,
+    split_chain,
+)
+from gpt2_ddp.reports.settings import preset_files
 from gpt2_ddp.reports.verify import CheckedRow
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
-Effect = Literal["data", "order", "model", "updates", "rounding", "scores", "length", "none"]
+Effect = Literal[
+    "data", "order", "model", "rate", "updates", "rounding", "scores", "length", "none"
+]
 """What a difference may change, the strongest first:
 
 - data: the text or the samples.
 - order: which of them a step takes.
-- model: the initial weights, or the function that they make.
-- updates: what a step does to the weights; dropout's masks, too.
+- model: the initial weights, or the function that they make; dropout's masks, too.
+- rate: the learning rate.
+- updates: what else a step does to the weights.
 - rounding: the last digits of the same arithmetic.
-- scores: what an evaluation scores, or the weights that are kept; not the training.
+- scores: what an evaluation scores, or the average of the weights; not the training.
 - length: where the run ends.
 - none: no number.
 """
 STRENGTH = {effect: rank for rank, effect in enumerate(get_args(Effect))}
-CODE: tuple[Effect, ...] = ("order", "model", "updates")
+CODE: tuple[Effect, ...] = ("order", "model", "rate", "updates")
 """What a class of one's own may change."""
 
 EFFECTS: dict[str, tuple[Effect, ...]] = {
@@ -51,9 +68,15 @@ EFFECTS: dict[str, tuple[Effect, ...]] = {
     "run_name": ("none",),
     "seed": ("order", "model", "updates"),
     "model": ("model",),
-    "model.dropout": ("updates",),
-    "model.sync_batchnorm": ("updates",),
     "optim": ("updates",),
+    "optim.lr": ("rate",),
+    "optim.min_lr": ("rate",),
+    "optim.schedule": ("rate",),
+    "optim.warmup_steps": ("rate",),
+    "optim.warmup_epochs": ("rate",),
+    "optim.decay_steps": ("rate",),
+    "optim.decay_fraction": ("rate",),
+    "optim.earlier_ends": ("rate",),
     "optim.average": ("scores",),
     "train.mixed_precision": ("rounding",),
     "train.compile": ("none",),  # the choice is recorded
@@ -110,7 +133,7 @@ EFFECTS: dict[str, tuple[Effect, ...]] = {
     "threads": ("rounding",),
     "compile": ("rounding",),
     "global_batch_size": ("order", "updates"),
-    "lr": ("updates",),
+    "lr": ("rate",),
     "data_hash": ("data",),
     "classes": ("data",),
     "image_shape": ("data",),
@@ -119,10 +142,13 @@ EFFECTS: dict[str, tuple[Effect, ...]] = {
 POSSIBLE = ("code", "commit", "versions.gpt2_ddp")
 """Conditions that may have any effect, and may have none: code may differ in a comment."""
 FOLLOWS = {
+    "train.steps": ("train.minutes",),
     "optim.decay_steps": ("train.steps", "train.epochs", "train.minutes"),
-    "epoch_size": ("data", "data.", "data_hash", "model.block_size", "tokenizer"),
-    "mixture": ("data.weights", "data.phases", "data"),
-    "tokenizer": ("data",),
+    "optim.earlier_ends": ("train.steps", "train.minutes"),
+    "epoch_size": ("tokenizer", "data", "data.", "data_hash", "model.block_size"),
+    "mixture": ("data.weights", "data.phases", "tokenizer", "data"),
+    "data": ("tokenizer",),
+    "data.path": ("tokenizer", "data", "data_hash"),
     "data_hash": ("data.",),
     "micro_batch": ("train.micro_batch_size", "train.global_batch_tokens", "model.block_size"),
     "global_batch_size": ("train.global_batch_size",),
@@ -133,6 +159,8 @@ FOLLOWS = {
 }
 """Conditions that follow from others, by their names or beginnings. One that follows from another
 difference is no difference of its own; its effects are that one's."""
+SETTLED = ("train.steps", "optim.decay_steps", "optim.earlier_ends")
+"""Fields that `train.minutes` sets."""
 DRAWS = ("device", "micro_batch", "train.micro_batch_size")
 """Conditions that change dropout's masks."""
 GROUPS = ("device", "micro_batch", "train.micro_batch_size", "processes")
@@ -155,6 +183,7 @@ class Cause(NamedTuple):
         values: in the first run and in the second; None for no such condition.
         effects: what it may change, the strongest first.
         details: lines that say more, such as changed lines of a class.
+        origins: what has set each of the values, if it was not the user, such as `train.minutes`.
     """
 
     name: str
@@ -162,6 +191,7 @@ class Cause(NamedTuple):
     values: tuple[object, object]
     effects: tuple[Effect, ...]
     details: tuple[str, ...] = ()
+    origins: tuple[str, str] = ("", "")
 
     @property
     def is_possible(self) -> bool:
@@ -177,7 +207,10 @@ class Record:
         stretches: in the order of their steps; at least one.
         rows: the rows of steps that no rollback undid, by step.
         checkpoints: folders by step.
-        defect: the first row that is no row, or has a wrong chain; empty if there is none.
+        defect: the first row that is no row, or has a wrong chain: its line, and its step or event;
+            empty if there is none.
+        origins: what has set fields of the configuration in place of the user: `train.minutes` or
+            `own_text`, by the fields' names.
     """
 
     folder: Path
@@ -187,6 +220,7 @@ class Record:
     rows: dict[int, Row]
     checkpoints: dict[int, Path]
     defect: str
+    origins: Mapping[str, str]
 
     @property
     def last(self) -> int:
@@ -195,8 +229,11 @@ class Record:
 
     def at(self, step: int) -> Row:
         """The conditions of a step; of the untrained model those of the first stretch."""
-        before = [stretch for stretch in self.stretches if stretch.begin < step]
-        return (before or self.stretches)[-1 if before else 0].conditions
+        return self.stretches[self.stretch_at(step)].conditions
+
+    def stretch_at(self, step: int) -> int:
+        """The number of the stretch of a step."""
+        return max(bisect_left(self.stretches, step, key=lambda each: each.begin) - 1, 0)
 
 
 def read_record(folder: Path) -> Record:
@@ -226,12 +263,27 @@ def read_record(folder: Path) -> Record:
         if is_rollback(row):
             valid = {known: row for known, row in valid.items() if known <= step}
         changes = _changes(kind, row, stretches, folder)
+        if changes is not None and row["event"] == "length":
+            stretches = _with_length(stretches, changes)
         if changes is not None:
             stretches = [stretch for stretch in stretches if stretch.begin < step]
             stretches.append(Stretch(step, changes))
     checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     run_id = str(start.get("run_id"))
-    return Record(folder, kind, run_id, stretches, valid, checkpoints, defect)
+    origins = _origins_of_fields(kind, start, rows)
+    return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins)
+
+
+def _origins_of_fields(kind: str, start: Row, rows: Sequence[Row]) -> dict[str, str]:
+    """What has set fields of the configuration in place of the user."""
+    origins: dict[str, str] = {}
+    command = start.get("command")
+    if kind == TrainingConfig.kind and OWN_TEXT in preset_files(TrainingConfig, command):
+        given = split_flags(TrainingConfig, shlex.split(str(command))[1:]).values
+        origins |= dict.fromkeys(CHOSEN - given.keys(), "own_text")
+    if any(row.get("event") == "length" for row in rows):
+        origins |= dict.fromkeys(SETTLED, "train.minutes")
+    return origins
 
 
 def _read_rows(file: Path) -> tuple[list[Row], str]:
@@ -249,8 +301,10 @@ def _read_rows(file: Path) -> tuple[list[Row], str]:
             defect = defect or f"{METRICS}, line {number}: is no row"
             continue
         if recorded != next_chain(chain, text):
-            problem = "its chain is wrong: this row was changed, or one before it is missing"
-            defect = defect or f"{METRICS}, line {number}: {problem}"
+            event = f"{line.row['event']}, " if is_event(line.row) else ""
+            row = f"{event}step {line.row['step']}"
+            problem = "this row was changed, or one before it is missing"
+            defect = defect or f"{METRICS}, line {number} ({row}): {problem}"
         chain = recorded or chain
         rows.append(line.row)
     return rows, defect
@@ -264,9 +318,12 @@ def _changes(kind: str, row: Row, stretches: Sequence[Stretch], folder: Path) ->
             lasting = {
                 name: before[name] for name in ("branch", "skipped positions") if name in before
             }
-            return _start_conditions(kind, row, folder) | lasting
+            conditions = _start_conditions(kind, row, folder) | lasting
+            steps = (before.get("train.steps"), conditions.get("train.steps"))
+            is_settled = steps[0] == steps[1] is not None
+            return conditions | (_minutes(before) if is_settled else {})
         case "length" if "config" in row:
-            return before | _fields(kind, row["config"])
+            return before | _fields(kind, row["config"]) | _minutes(before)
         case "rollback":
             skipped = cast(list[object], before.get("skipped positions", []))
             return before | {"skipped positions": [*skipped, row.get("skipped_range")]}
@@ -277,22 +334,43 @@ def _changes(kind: str, row: Row, stretches: Sequence[Stretch], folder: Path) ->
             return None
 
 
+def _minutes(conditions: Row) -> Row:
+    """`train.minutes`, which the steps that it has settled replace in the configuration."""
+    name = "train.minutes"
+    return {name: conditions[name]} if name in conditions else {}
+
+
+def _with_length(stretches: Sequence[Stretch], settled: Row) -> list[Stretch]:
+    """The stretches before the number of steps was settled, with that number: no learning rate
+    before depends on it, and the step of settling depends on the clock."""
+    length = {name: settled[name] for name in SETTLED if name in settled}
+    return [
+        stretch._replace(conditions=stretch.conditions | length)
+        if stretch.conditions.get("train.steps") is None
+        else stretch
+        for stretch in stretches
+    ]
+
+
 def _fields(kind: str, config: Mapping[str, Any]) -> Row:
     """The fields of a recorded configuration by their dotted names, with this release's defaults
-    for those that it lacks."""
-    return flat(complete(CONFIGS[kind], config))
+    for those that it lacks. A section without fields is none."""
+    fields = flat(complete(CONFIGS[kind], config))
+    return {name: value for name, value in fields.items() if value != {}}
 
 
 def _start_conditions(kind: str, start: Row, folder: Path) -> Row:
     """The conditions that a start records."""
     config = start.get("config")
     conditions = _fields(kind, config if config else read_yaml(str(folder / CONFIG), "runs"))
-    conditions |= flat({"versions": start.get("versions") or {}})
+    versions = start.get("versions") or {}
+    conditions |= {f"versions.{name}": version for name, version in versions.items()}
     names = ("processes", "device", "threads", "compile", "commit", "hardware", "epoch_size")
     names += ("micro_batch", "tasks", "global_batch_size", "lr")
     names += ("data_hash", "classes", "image_shape")
     conditions |= {name: start.get(name) for name in names}
-    conditions["tokenizer"] = start.get("tokenizer_sha256")
+    tokenizer = {"sha256": start.get("tokenizer_sha256"), "vocab_size": start.get("vocab_size")}
+    conditions["tokenizer"] = tokenizer
     conditions["code"] = start.get("code")
     try:
         mixture = recorded_mixture(start)
@@ -324,7 +402,7 @@ def differences(first: Record, second: Record) -> list[Cause]:
             values = (one.get(name), other.get(name))
             if values[0] != values[1] and name not in causes:
                 causes[name] = Cause(name, step, values, effects_of(name, one, other))
-    return _ordered(_without_consequences(causes))
+    return ordered(_without_consequences(causes))
 
 
 def _without_own_branch(conditions: Row, other: Record) -> Row:
@@ -347,16 +425,20 @@ def effects_of(name: str, one: Row, other: Row) -> tuple[Effect, ...]:
         return ("none",)
     if name == "train.micro_batch_size" and one.get("micro_batch"):
         return ("none",)  # a GPT records the micro-batch
-    has_masks = bool(one.get("model.dropout")) and bool(other.get("model.dropout"))
+    has_masks = _has_dropout(one) and _has_dropout(other)
     has_statistics = "resnet18" in (one.get("model.name"), other.get("model.name"))
     if (has_masks and name in DRAWS) or (has_statistics and name in GROUPS):
-        effects = ("updates", *effects)
+        effects = ("model", *effects)
     if parts[0] == "guard" and ("skipped positions" in one or "skipped positions" in other):
         effects = ("updates",)
     muon = {one.get("optim.name"), other.get("optim.name")}
     if name == "optim.muon_lr" and "muon" not in muon:
         effects = ("none",)
     return effects
+
+
+def _has_dropout(conditions: Row) -> bool:
+    return bool(conditions.get("model.dropout") or conditions.get("model.attention_dropout"))
 
 
 def precision_of(conditions: Row) -> str:
@@ -370,7 +452,7 @@ def precision_of(conditions: Row) -> str:
 
 def _without_consequences(causes: Mapping[str, Cause]) -> list[Cause]:
     """The causes that follow from no other one, which gets their effects."""
-    kept = dict(causes)
+    kept = {name: cause for name, cause in causes.items() if not _is_of_other_class(cause, causes)}
     for name, origins in FOLLOWS.items():
         follower = kept.get(name)
         origin = next(_origins(origins, kept, follower), None) if follower else None
@@ -380,6 +462,11 @@ def _without_consequences(causes: Mapping[str, Cause]) -> list[Cause]:
             kept[origin.name] = origin._replace(effects=tuple(strongest_first) or ("none",))
             del kept[name]
     return [*kept.values()]
+
+
+def _is_of_other_class(cause: Cause, causes: Mapping[str, Cause]) -> bool:
+    """Whether it is a setting that only one of two classes has."""
+    return "code" in causes and cause.name.startswith(f"{OWN}.") and None in cause.values
 
 
 def _origins(names: Sequence[str], causes: Mapping[str, Cause], follower: Cause) -> Iterator[Cause]:
@@ -393,10 +480,12 @@ def _origins(names: Sequence[str], causes: Mapping[str, Cause], follower: Cause)
                 yield cause
 
 
-def _ordered(causes: Sequence[Cause]) -> list[Cause]:
-    """By the first step, then certain effects before possible ones, then by strength."""
+def ordered(causes: Sequence[Cause]) -> list[Cause]:
+    """By the first step, then certain effects before possible ones, then by strength. Another
+    tokenizer is before all that begins with it: it has other tokens, and other losses of them."""
 
-    def key(cause: Cause) -> tuple[int, bool, int]:
-        return cause.step, cause.is_possible, STRENGTH[cause.effects[0]]
+    def key(cause: Cause) -> tuple[int, bool, bool, int]:
+        is_other = cause.name != "tokenizer"
+        return cause.step, is_other, cause.is_possible, STRENGTH[cause.effects[0]]
 
     return sorted(causes, key=key)

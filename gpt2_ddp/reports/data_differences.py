@@ -14,7 +14,14 @@ import numpy as np
 
 from gpt2_ddp.config.training import DataConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
-from gpt2_ddp.data.manifest import HEADER_BYTES, Manifest, Shard, read_manifest, token_dtype
+from gpt2_ddp.data.manifest import (
+    HEADER_BYTES,
+    Manifest,
+    Shard,
+    read_manifest,
+    text_bytes,
+    token_dtype,
+)
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
@@ -37,10 +44,12 @@ class Folder(NamedTuple):
 
 
 class DataDifference(NamedTuple):
-    """What differs in the data. `effects`: scores alone, if only validation text differs."""
+    """What differs in the data. `effects`: scores alone, if only validation text differs. `step`:
+    the first one that trained on what differs, as far as that is known; else 1."""
 
     lines: list[str]
     effects: tuple[Effect, ...]
+    step: int = 1
 
 
 def describe_data(first: Record, second: Record, step: int) -> DataDifference:
@@ -49,6 +58,7 @@ def describe_data(first: Record, second: Record, step: int) -> DataDifference:
     folders = tuple(_folders(each) for each in conditions)
     lines: list[str] = []
     effects: tuple[Effect, ...] = ("scores",)
+    first_step = 1
     for number, (one, other) in enumerate(zip_longest(*folders), 1):
         problems = [text for text in (one, other) if isinstance(text, str)]
         if problems or not isinstance(one, Folder) or not isinstance(other, Folder):
@@ -65,10 +75,30 @@ def describe_data(first: Record, second: Record, step: int) -> DataDifference:
         place = f"{one.path} and {other.path}"
         shown = ", ".join(names[:NAMED]) or "the tokenizer"
         lines.append(f"{place}: differ in {shown}{more}")
+        splits = {split for split, _, _, _ in different}
         is_alone = len(folders[0]) == len(folders[1]) == 1
+        if not is_alone or "train" not in splits:
+            continue
         with suppress(OSError, ValueError, UserError):
-            lines += _first_window(first, second, one, other) if is_alone else []
-    return DataDifference(lines, effects)
+            window = _first_window(first, second, one, other)
+            lines += window.lines
+            if "val" not in splits:
+                first_step = window.step
+    return DataDifference(lines, effects, first_step)
+
+
+def describe_texts(first: Record, second: Record) -> Iterator[str]:
+    """The text and the tokens of each folder of two runs."""
+    for name, record in (("A", first), ("B", second)):
+        for folder in _folders(record.stretches[0].conditions):
+            if isinstance(folder, str):
+                yield f"{name}: {folder.partition(',')[0]}"
+                continue
+            manifest = folder.manifest
+            size = text_bytes(manifest)
+            of = f" of {size:,} bytes of text" if size else ""
+            tokens = f"{manifest.tokens('train'):,} training tokens{of}"
+            yield f"{name}: {folder.path}: {tokens}, from {manifest.source}"
 
 
 def changed_shards(record: Record) -> tuple[list[str], list[str]]:
@@ -96,7 +126,8 @@ def changed_shards(record: Record) -> tuple[list[str], list[str]]:
 def _folders(conditions: Row) -> list[Folder | str]:
     """The folders of a GPT's data; of one that has other data now, the reason."""
     hashes = conditions.get("data") or []
-    paths = DataConfig(path=tuple(conditions.get("data.path") or ())).paths
+    path = conditions.get("data.path")
+    paths = DataConfig(path=(path,) if isinstance(path, str) else tuple(path or ())).paths
     folders: list[Folder | str] = []
     for path, sha256 in zip_longest(paths, hashes):
         if path is None or sha256 is None:
@@ -124,9 +155,18 @@ def _different(one: Folder, other: Folder) -> Iterator[tuple[str, str, Shard | N
                 yield split, (mine or theirs).file, mine, theirs
 
 
-def _first_window(first: Record, second: Record, one: Folder, other: Folder) -> list[str]:
+class FirstWindow(NamedTuple):
+    """The windows that differ, in lines, and the first step that trained on one; 1 if that is not
+    known."""
+
+    lines: list[str]
+    step: int = 1
+
+
+def _first_window(first: Record, second: Record, one: Folder, other: Folder) -> FirstWindow:
     """The number of training windows that differ, the first one, and the first step that trained on
-    one. Empty where the shards have other lengths, or other windows. Raises: OSError, UserError."""
+    one. No lines where the shards have other lengths, or other windows. Raises: OSError,
+    UserError."""
     size = first.at(1)["model.block_size"]
     pairs = [
         (mine, theirs) for split, _, mine, theirs in _different(one, other) if split == "train"
@@ -136,7 +176,7 @@ def _first_window(first: Record, second: Record, one: Folder, other: Folder) -> 
     ]
     is_same_type = one.manifest.vocab_size == other.manifest.vocab_size
     if lengths[0] != lengths[1] or not is_same_type or size != second.at(1)["model.block_size"]:
-        return []
+        return FirstWindow([])
     changed = np.zeros(count_windows(one.manifest.tokens("train"), size), bool)
     dtype = token_dtype(one.manifest.vocab_size)
     begin = 0
@@ -149,9 +189,17 @@ def _first_window(first: Record, second: Record, one: Folder, other: Folder) -> 
         begin += mine.tokens
     windows = np.flatnonzero(changed)
     if not len(windows):
-        return []
+        return FirstWindow([])
     count = f"{len(windows):,} of {len(changed):,} training windows differ"
-    return [f"{count}; the first is window {windows[0]:,}", *_first_step(first, second, changed)]
+    line = f"{count}; the first is window {windows[0]:,}"
+    step = _first_step(first, second, changed)
+    if step is None:
+        return FirstWindow([line])
+    last = min(first.last, second.last)
+    text = f"step {step:,} is the first that trained on one of them"
+    if step > last:
+        text = f"no step up to {last:,} trained on one of them"
+    return FirstWindow([line, text], step)
 
 
 def _different_tokens(first: Path, second: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -182,21 +230,21 @@ SAME = ("seed", "train.global_batch_tokens", "data.shift_windows", "code", "skip
 """Conditions that must agree for one order of both runs."""
 
 
-def _first_step(first: Record, second: Record, changed: np.ndarray) -> list[str]:
-    """The first step that trained on a changed window, if both runs have the order of a plain run
-    of one folder. Reads no data."""
+def _first_step(first: Record, second: Record, changed: np.ndarray) -> int | None:
+    """The first step that trained on a changed window, or the one after all common steps; None if
+    the runs do not both have the order of a plain run of one folder. Reads no data."""
     stretches = [stretch for record in (first, second) for stretch in record.stretches]
     plain = first.at(1)
     is_alike = all(
         plain.get(name) == stretch.conditions.get(name) for stretch in stretches for name in SAME
     )
     is_plain = not (plain.get("code") or plain["data.shift_windows"] or stretches[0].begin)
-    if not is_alike or not is_plain:
-        return []
+    last = min(first.last, second.last)
+    if not is_alike or not is_plain or last > MOST_STEPS:
+        return None
     windows = plain["train.global_batch_tokens"] // plain["model.block_size"]
     feed = Feed(Permutation(plain["seed"], len(changed)), GlobalBatch(windows, lambda size: []))
-    last = min(first.last, second.last, MOST_STEPS)
     for step in range(1, last + 1):
         if changed[feed.next_step().items.astype(np.int64)].any():
-            return [f"step {step:,} is the first that trained on one of them"]
-    return [f"no step up to {last:,} trained on one of them"]
+            return step
+    return last + 1

@@ -1,35 +1,41 @@
 """explain.py: why two recorded runs differ.
 
     conditions    what differs between them: fields, class, versions, ranks, data   -> causes
-    partings      where their numbers part, and how far                             -> partings
+    partings      where their numbers begin to differ, and how far                  -> partings
     evidence      which cause suffices for which parting
     explanation   the verdict, as text and JSON
 
-The first cause is the first that suffices for the earliest parting.
+The first cause is the first that suffices for the earliest parting. Records that were changed after
+they were written explain nothing.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from difflib import unified_diff
 from pathlib import Path
 
 from gpt2_ddp.config.tools import ExplainConfig
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
-from gpt2_ddp.project import command_for
 from gpt2_ddp.reports.conditions import (
     Cause,
-    Effect,
     Record,
     differences,
     first_common,
+    ordered,
     read_record,
 )
-from gpt2_ddp.reports.data_differences import changed_shards, describe_data
+from gpt2_ddp.reports.data_differences import changed_shards, describe_data, describe_texts
 from gpt2_ddp.reports.evidence import Evidence
-from gpt2_ddp.reports.explanation import Explanation, Verdict, as_text
-from gpt2_ddp.reports.partings import Parting, compare_checkpoints, row_partings
+from gpt2_ddp.reports.explanation import Change, Explanation, Verdict, as_text
+from gpt2_ddp.reports.partings import (
+    Parting,
+    compare_checkpoints,
+    has_other_tokens,
+    other_own_numbers,
+    row_partings,
+)
+from gpt2_ddp.reports.rates import with_first_rate
 from gpt2_ddp.state import CODE
 from gpt2_ddp.tasks.user_task import LARGEST, Code
 
@@ -58,30 +64,40 @@ def explain(first: Path, second: Path) -> Explanation:
     partings = row_partings(one, other)
     if checkpoints.parting:
         partings = sorted([*partings, checkpoints.parting], key=lambda parting: parting.step)
-    found = differences(one, other)
-    causes = [_with_details(cause, one, other) for cause in found if cause.effects != ("none",)]
+    found = [_with_details(cause, one, other) for cause in differences(one, other)]
     ignored = [cause.name for cause in found if cause.effects == ("none",)]
-    causes += _record_causes(one, other, checkpoints.damages)
+    causes = ordered([cause for cause in found if cause.effects != ("none",)])
     evidence = Evidence(one, other, causes, partings)
+    changes = _changes(one, other, checkpoints.damages)
     notes = _notes(one, other)
     if any(not evidence.sufficient(parting) for parting in partings):
-        more, data_notes = _hidden_causes(one, other)
+        more, changed_data, data_notes = _hidden_causes(one, other)
         evidence = evidence._replace(causes=[*causes, *more])
+        changes += changed_data
         notes += data_notes
-    return _judge(evidence, ignored, checkpoints.steps, notes)
+    return _judge(evidence, changes, ignored, checkpoints.steps, notes)
 
 
 def _judge(
-    evidence: Evidence, ignored: list[str], checkpoints: list[int], notes: list[str]
+    evidence: Evidence,
+    changes: list[Change],
+    ignored: list[str],
+    checkpoints: list[int],
+    notes: list[str],
 ) -> Explanation:
-    """The verdict on what was found."""
+    """The verdict on what was found. What was changed after it was written explains nothing: nobody
+    knows what it was before."""
     one, other, causes, partings = evidence
     sufficient = [evidence.sufficient(parting) for parting in partings]
     verdict: Verdict = "equal"
-    if causes or partings:
+    if changes:
+        verdict = "changed"
+    elif causes or partings:
         verdict = "explained" if all(sufficient) else "not explained"
     first = ""
-    if partings and not sufficient[0]:
+    if changes:
+        first = changes[0].what
+    elif partings and not sufficient[0]:
         first = _name_of(partings[0])
     elif causes:
         first_cause = sufficient[0][0] if sufficient else causes[0]
@@ -92,6 +108,7 @@ def _judge(
         runs=(str(one.folder), str(other.folder)),
         verdict=verdict,
         first=first,
+        changes=changes,
         causes=causes,
         ignored=ignored,
         partings=partings,
@@ -110,16 +127,22 @@ def _name_of(parting: Parting) -> str:
 
 
 def _with_details(cause: Cause, one: Record, other: Record) -> Cause:
-    """The cause with changed lines of a class, or the shards that differ."""
+    """The cause with what has set its values, and what is known of it alone: changed lines of a
+    class, the shards that differ, or the first step with another learning rate."""
+    origins = (one.origins.get(cause.name, ""), other.origins.get(cause.name, ""))
+    cause = cause._replace(origins=origins)
     if cause.name == "code":
         return cause._replace(details=tuple(_changed_lines(cause, one, other)))
+    if cause.name == "tokenizer":
+        return cause._replace(details=tuple(describe_texts(one, other)))
     if cause.name == "data":
         difference = describe_data(one, other, cause.step)
+        step = max(cause.step, difference.step)
         effects = cause.effects
         if difference.effects == ("scores",) and "order" not in effects:
             effects = difference.effects
-        return cause._replace(details=tuple(difference.lines), effects=effects)
-    return cause
+        return cause._replace(details=tuple(difference.lines), effects=effects, step=step)
+    return with_first_rate(cause, one, other)
 
 
 def _changed_lines(cause: Cause, one: Record, other: Record) -> list[str]:
@@ -154,48 +177,38 @@ def _source(record: Record, code: object) -> bytes | None:
     return None
 
 
-def _record_causes(
-    one: Record, other: Record, damages: tuple[list[str], list[str]]
-) -> Iterator[Cause]:
-    """Rows and checkpoints of one run that were changed after they were written."""
-    if one.defect != other.defect:
-        defects = ([one.defect] if one.defect else [], [other.defect] if other.defect else [])
-        yield _changed("records", ("data", "order", "model", "updates", "scores"), defects)
-    if damages[0] != damages[1]:
-        yield _changed("checkpoints", ("scores",), damages)
+def _changes(one: Record, other: Record, damages: tuple[list[str], list[str]]) -> list[Change]:
+    """Rows and checkpoints that were changed after they were written."""
+    changes: list[Change] = []
+    for name, record, damaged in zip("AB", (one, other), damages, strict=True):
+        if record.defect:
+            changes.append(Change(name, "records", record.defect))
+        changes += [Change(name, "checkpoints", line) for line in damaged]
+    return changes
 
 
-def _changed(name: str, effects: tuple[Effect, ...], lines: tuple[list[str], list[str]]) -> Cause:
-    """What was changed in A and in B after it was written."""
-    values = ["changed" if each else "unchanged" for each in lines]
-    details = [f"{run}: {line}" for run, each in zip("AB", lines, strict=True) for line in each]
-    return Cause(name, 1, (values[0], values[1]), effects, tuple(details))
-
-
-def _hidden_causes(one: Record, other: Record) -> tuple[list[Cause], list[str]]:
-    """Causes that no record has: shards that were changed on disk, and kernels that add in any
-    order. And what could not be read."""
+def _hidden_causes(one: Record, other: Record) -> tuple[list[Cause], list[Change], list[str]]:
+    """What no record has: kernels that add in any order, and shards that were changed on disk. And
+    what could not be read."""
     causes: list[Cause] = []
+    changes: list[Change] = []
     notes: list[str] = []
     if one.kind == "gpt2":
-        changed, unread = zip(*map(changed_shards, (one, other)), strict=True)
-        notes = [line for lines in unread for line in lines]
-        if any(changed):
-            causes.append(_changed("data", ("data",), (changed[0], changed[1])))
+        for name, record in zip("AB", (one, other), strict=True):
+            changed, unread = changed_shards(record)
+            changes += [Change(name, "data", line) for line in changed]
+            notes += [line for line in unread if line not in notes]
     conditions = [record.stretches[-1].conditions for record in (one, other)]
     is_gpu = any(each.get("device") not in ("cpu", None) for each in conditions)
     if is_gpu and not all(each.get("train.deterministic") for each in conditions):
         causes.append(Cause("train.deterministic", 1, (False, False), ("rounding",)))
-    return causes, [*dict.fromkeys(notes)]
+    return causes, changes, notes
 
 
 def _notes(one: Record, other: Record) -> list[str]:
     """What limits the comparison."""
     notes: list[str] = []
     for name, record in (("A", one), ("B", other)):
-        if record.defect:
-            hint = f"{command_for('verify_run')} {record.folder} says more"
-            notes.append(f"{name} was changed after it was written: {record.defect}; {hint}")
         if not record.rows:
             notes.append(f"{name} has no row of a step yet")
     if one.rows and other.rows and not one.rows.keys() & other.rows.keys():
@@ -203,4 +216,11 @@ def _notes(one: Record, other: Record) -> list[str]:
     if one.last != other.last:
         shorter, last = min(("A", one.last), ("B", other.last), key=lambda pair: pair[1])
         notes.append(f"{shorter} ends at step {last:,}: later steps are not compared")
+    if has_other_tokens(one, other):
+        problem = "losses are per token, and the tokens of two tokenizers differ"
+        notes.append(f"{problem}; so bits per byte are compared, in place of all losses")
+    own_numbers = other_own_numbers(one, other)
+    if own_numbers:
+        names = truncate(", ".join(own_numbers), 100)
+        notes.append(f"numbers of a class of one's own differ, and are not judged: {names}")
     return notes

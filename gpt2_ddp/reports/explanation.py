@@ -8,28 +8,40 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from gpt2_ddp.checkpoint.format import MODEL
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
 from gpt2_ddp.project import command_for
 from gpt2_ddp.records.rows import Row
 from gpt2_ddp.reports.conditions import Cause, Effect
-from gpt2_ddp.reports.evidence import ROUNDED, SUFFICIENT, Evidence, limit
-from gpt2_ddp.reports.partings import Apart, Parting, TensorDifference
+from gpt2_ddp.reports.evidence import MEASURED, ROUNDED, Evidence, limit
+from gpt2_ddp.reports.partings import Apart, Parting, TensorDifference, What
 
-Verdict = Literal["equal", "explained", "not explained"]
-EXIT_CODES: dict[Verdict, int] = {"equal": 0, "explained": 1, "not explained": 3}
+Verdict = Literal["equal", "explained", "not explained", "changed"]
+EXIT_CODES: dict[Verdict, int] = {"equal": 0, "explained": 1, "not explained": 3, "changed": 3}
 WORDS: dict[Effect, str] = {
     "data": "the data",
     "order": "the order of the data",
     "model": "the model",
+    "rate": "the learning rate",
     "updates": "the updates of the weights",
     "rounding": "rounding",
-    "scores": "scores or kept weights",
+    "scores": "scores of evaluations, or the average of the weights",
     "length": "the end of the run",
     "none": "no number",
 }
+NUMBERS: dict[What, str] = {
+    "order": "The orders of the data",
+    "counts": "The counts",
+    "learning rate": "The learning rates",
+    "loss": "The losses",
+    "gradient norm": "The gradient norms",
+    "scores": "The scores",
+}
+USUAL = ("order_digest", "lr", "loss", "grad_norm", "val_loss")
+"""Fields that their `What` alone names."""
 VALUE = 34
 """Most characters of a value in the table."""
 LINE = 118
@@ -38,6 +50,22 @@ LINES = 40
 """Most changed lines of a class that are shown."""
 NAMED = 5
 """Most causes in a sentence, and most tensors in the table."""
+IN_COLUMN = 2
+"""Most causes in a column."""
+
+
+class Change(NamedTuple):
+    """What was changed after it was written.
+
+    Attributes:
+        run: A or B.
+        what: `records` (rows), `checkpoints` or `data`.
+        text: the file and what is wrong with it.
+    """
+
+    run: str
+    what: Literal["records", "checkpoints", "data"]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -46,9 +74,12 @@ class Explanation:
 
     Attributes:
         runs: their folders, A and B.
-        verdict: `equal`, `explained` or `not explained`.
+        verdict: `equal`, `explained`, `not explained`, or `changed`: a run or its data were changed
+            after they were written.
         first: name of the first cause: a condition such as `optim.lr`; where none suffices, what
-            parted, such as `loss`; empty for equal runs.
+            differs, such as `loss`; of a changed run `records`, `checkpoints` or `data`; empty for
+            equal runs.
+        changes: what was changed after it was written.
         causes: differences that may change numbers, the first cause first.
         ignored: names of differences that change no number.
         partings: where numbers part, the earliest first.
@@ -62,6 +93,7 @@ class Explanation:
     runs: tuple[str, str]
     verdict: Verdict
     first: str
+    changes: list[Change]
     causes: list[Cause]
     ignored: list[str]
     partings: list[Parting]
@@ -76,7 +108,8 @@ class Explanation:
 
     @property
     def exit_code(self) -> int:
-        """0 for equal runs, 1 for a difference that is explained, 3 for one that is not."""
+        """0 for equal runs, 1 for a difference that is explained, 3 for one that is not, and for a
+        run that was changed after it was written."""
         return EXIT_CODES[self.verdict]
 
     def as_json(self) -> dict[str, Any]:
@@ -86,6 +119,7 @@ class Explanation:
             "verdict": self.verdict,
             "exit_code": self.exit_code,
             "first": self.first,
+            "changes": [change._asdict() for change in self.changes],
             "causes": [_cause_as_json(cause) for cause in self.causes],
             "ignored": self.ignored,
             "partings": [
@@ -103,6 +137,8 @@ def as_text(found: Explanation, evidence: Evidence) -> Iterator[str]:
     """The explanation for people, as lines: a paragraph, then tables."""
     for name, run in zip("AB", found.runs, strict=True):
         yield truncate(f"{name} = {run}", LINE)
+    if found.changes:
+        yield f"\n{fill(' '.join(_change_sentences(found)), LINE)}"
     paragraph = " ".join((*_answer(found), *_numbers(found, evidence)))
     yield f"\n{fill(paragraph, LINE)}"
     yield from _cause_lines(found.causes)
@@ -121,8 +157,8 @@ def _cause_lines(causes: Sequence[Cause]) -> Iterator[str]:
         return
     rows = [["cause", "A", "B", "from step", "may change"]]
     for cause in causes:
-        shown = [_shown(value) for value in _apart(cause.values)]
-        rows.append([truncate(cause.name, VALUE), *shown, f"{cause.step:,}", _effects(cause)])
+        name = truncate(cause.name, VALUE)
+        rows.append([name, *_shown_values(cause), f"{cause.step:,}", _effects(cause)])
     yield f"\n{text_table(rows)}"
     for cause in causes:
         lines = [f"  {truncate(line, LINE)}" for line in cause.details]
@@ -136,15 +172,40 @@ def _parting_lines(found: Explanation) -> Iterator[str]:
     """The table of partings, how the losses' difference grew, and the tensors."""
     if not found.partings:
         return
-    rows = [["what parts", "equal until", "differs at", "first", "largest", "explained by"]]
+    rows = [
+        [
+            "what differs",
+            "equal until",
+            "differs at",
+            "there by (share)",
+            "at most by (share)",
+            "because of",
+        ]
+    ]
     for parting, names in zip(found.partings, found.explained_by, strict=True):
-        rows.append(_parting_row(parting, names))
+        rows.append(_parting_row(parting, names, found.steps[0]))
     yield f"\n{text_table(rows)}"
     for parting in found.partings:
         if parting.what == "loss" and len(parting.apart) > 1:
             yield f"\n{text_table(_growth(parting))}"
         if parting.tensors:
             yield f"\n{text_table(_tensor_rows(parting))}"
+
+
+def _change_sentences(found: Explanation) -> Iterator[str]:
+    """What was changed after it was written, and how to check the rest."""
+    for name, run in zip("AB", found.runs, strict=True):
+        lines = [change.text for change in found.changes if change.run == name]
+        if not lines:
+            continue
+        whats = {change.what for change in found.changes if change.run == name}
+        changed = f"{name} was changed after it was written"
+        if whats == {"data"}:
+            changed = f"The data of {name} were changed after they were written"
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        yield f"{changed}: {truncate(lines[0], 3 * LINE)}{more}."
+        yield f"`{command_for('verify_run')} {truncate(run, LINE)}` checks all of {name}."
+    yield "No cause explains that. What follows compares the files as they are now."
 
 
 def _answer(found: Explanation) -> Iterator[str]:
@@ -157,12 +218,14 @@ def _answer(found: Explanation) -> Iterator[str]:
             yield f"The checkpoints that both have ({count}) are the same, bit for bit."
     elif not names:
         yield "The runs record no difference that may change a number."
+    elif found.verdict == "changed":
+        yield f"The runs record that they differ in {_listed(names)}."
     elif names[0] == found.first:
         yield _first_sentence(found.causes[0])
         if names[1:]:
             yield f"They also differ in {_listed(names[1:])}."
     else:
-        yield f"The runs differ in {_listed(names)}, which does not explain what parts first."
+        yield f"The runs differ in {_listed(names)}, which does not explain what differs first."
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -176,25 +239,30 @@ def _steps(found: Explanation) -> str:
 
 
 def _numbers(found: Explanation, evidence: Evidence) -> Iterator[str]:
-    """Where the numbers part, and whether that is what the causes explain, in sentences."""
+    """Where the numbers differ, and whether that is what the causes explain, in sentences."""
     if found.verdict == "equal":
         return
     whats = {parting.what for parting in found.partings}
-    if not whats:
+    has_other_tokens = any(cause.name == "tokenizer" for cause in found.causes)
+    if not whats and found.verdict == "changed":
+        yield f"No number that is compared differs in their common {_steps(found)}."
+    elif not whats:
         yield f"This has changed no number in their common {_steps(found)}."
-    elif "order" not in whats:
+    elif "order" not in whats and not has_other_tokens:
         yield f"The order of the data is the same in their common {_steps(found)}."
     for parting, names in zip(found.partings, found.explained_by, strict=True):
-        if parting.what in ("order", "loss", "tensors") or not names:
+        is_first = parting is found.partings[0]
+        is_main = is_first or has_other_tokens or parting.what in ("order", "loss", "tensors")
+        if is_main or not names:
             yield _parting_sentence(parting)
         if parting.what == "loss" or not names:
-            yield _judgement(parting, evidence)
+            yield _judgement(parting, evidence, found.verdict)
     if found.verdict == "not explained":
         yield from _advice(evidence)
 
 
 def _first_sentence(cause: Cause) -> str:
-    one, other = (_shown(value) for value in _apart(cause.values))
+    one, other = _shown_values(cause)
     if cause.name == "train.deterministic" and cause.values[0] == cause.values[1]:
         return "Without train.deterministic, kernels of a GPU add in another order each time."
     begins = f"from step {cause.step:,} on" if cause.step > 1 else "from the start"
@@ -206,48 +274,85 @@ def _first_sentence(cause: Cause) -> str:
 
 
 def _parting_sentence(parting: Parting) -> str:
-    where = f"at step {parting.step:,}"
-    if parting.equal_until is not None and parting.equal_until < parting.step - 1:
-        where = f"between steps {parting.equal_until:,} and {parting.step:,}"
     if parting.tensors:
-        most = parting.most[0]
-        count = f"{len(parting.tensors)} of {parting.compared} tensors differ"
-        return (
-            f"In {parting.field} of step {parting.step:,}, {count}; {truncate(most.name, LINE)} is"
-            f" farthest apart, by {_percent(most.share)} of its norm."
-        )
-    if parting.what == "order":
-        return f"The order of the data parts {where}."
-    beginning = parting.apart[0]
+        return _tensor_sentence(parting)
+    subject = NUMBERS[parting.what]
+    if parting.field not in USUAL:
+        subject += f" ({truncate(parting.field, LINE)})"
+    sentence = f"{subject} differ first at step {parting.step:,}"
+    if parting.equal_until is not None and parting.equal_until < parting.step - 1:
+        sentence += f" (the row of step {parting.equal_until:,} is equal)"
     largest = parting.largest
-    assert largest, "numbers part in a row"
-    subject = {"loss": "The losses part", "scores": "The scores part"}
-    sentence = (
-        f"{subject.get(parting.what, f'The {parting.what} parts')} {where} by {_amount(beginning)}"
-    )
-    if largest.step != beginning.step:
-        return f"{sentence}, and are at most {_amount(largest)} apart, at step {largest.step:,}."
+    if not largest:  # digests have no size
+        return f"{sentence}."
+    sentence += f", by {_amount(parting.apart[0])}"
+    if largest.step != parting.step:
+        sentence += f", and most at step {largest.step:,}, by {_amount(largest)}"
     return f"{sentence}."
 
 
-def _judgement(parting: Parting, evidence: Evidence) -> str:
+def _tensor_sentence(parting: Parting) -> str:
+    most = parting.most[0]
+    oldest = ""
+    if parting.equal_until is None:
+        oldest = ", the oldest checkpoint of both runs"
+    count = f"{len(parting.tensors)} of {parting.compared} tensors differ"
+    return (
+        f"In {parting.field} of step {parting.step:,}{oldest}, {count};"
+        f" {truncate(most.name, LINE)} differs most, by {_percent(most.share)} of its norm."
+    )
+
+
+def _judgement(parting: Parting, evidence: Evidence, verdict: Verdict) -> str:
     """Whether a parting is what its causes explain."""
+    expected = "Expected"
+    if verdict == "changed":
+        expected = "Expected of unchanged files"
     sufficient = evidence.sufficient(parting)
-    rounding = [cause for cause in evidence.causes if "rounding" in cause.effects]
-    if sufficient and SUFFICIENT[parting.what] & {*sufficient[0].effects}:
-        return f"Expected: {sufficient[0].name} explains any difference."
+    certain = [cause.name for cause in sufficient if evidence.is_certain(cause, parting)]
+    if len(certain) == 1:
+        return f"{expected}: {certain[0]} explains a difference of any size."
+    if certain:
+        names = _listed(certain)
+        return f"{expected}: {names}. Each explains it, and these numbers do not tell which did."
     explains = f"rounding in {evidence.precision} explains"
     if sufficient:
         steps = parting.apart[-1].step - sufficient[0].step + 1 if parting.apart else 0
-        share = _percent(limit(evidence.precision, steps))
-        return f"Expected: {explains} {share} of the loss after {steps:,} steps."
+        share = _limit_text(evidence, steps)
+        return f"{expected}: {explains} {share} of the loss after {steps:,} steps."
+    if follows_equal(evidence, parting):
+        file = f"a file of the checkpoint of step {parting.step:,}"
+        return f"The rows before and after it are equal: {file} was changed, not the training."
+    if parting.equal_again is not None and parting.what in ("order", "loss", "gradient norm"):
+        again = f"They are equal again at step {parting.equal_again:,}"
+        return f"{again}: rows were changed, not the training."
+    rounding = [cause for cause in evidence.causes if "rounding" in cause.effects]
     if rounding and parting.what in ROUNDED:
         beyond = evidence.beyond_rounding(parting, rounding[0])
         if beyond:
-            share = _percent(limit(evidence.precision, beyond.step - rounding[0].step + 1))
+            share = _limit_text(evidence, beyond.step - rounding[0].step + 1)
             apart = f"step {beyond.step:,} is {_percent(beyond.share)} apart"
             return f"Not explained: {apart}, and {explains} at most {share}."
     return "Not explained by these differences."
+
+
+def _limit_text(evidence: Evidence, steps: int) -> str:
+    """The limit of rounding after so many steps."""
+    is_estimate = steps > MEASURED or evidence.has_muon
+    return f"{_percent(limit(evidence.precision, steps))}{' (estimate)' if is_estimate else ''}"
+
+
+def follows_equal(evidence: Evidence, parting: Parting) -> bool:
+    """Whether tensors of a checkpoint differ, but no number of a step that they would have
+    changed: then the training was the same, and the file is another one."""
+    if not parting.tensors or any(other.what != "tensors" for other in evidence.partings):
+        return False
+    one, other = evidence.first.rows, evidence.second.rows
+    later = [step for step in one.keys() & other.keys() if step > parting.step]
+    if parting.field != MODEL:  # the state of the optimizer changes the weights a step later
+        return any(step > parting.step + 1 for step in later)
+    is_scored = all("val_loss" in rows.get(parting.step, {}) for rows in (one, other))
+    return bool(later) or is_scored
 
 
 def _advice(evidence: Evidence) -> Iterator[str]:
@@ -256,26 +361,32 @@ def _advice(evidence: Evidence) -> Iterator[str]:
     if any(str(commit).endswith("-dirty") for commit in commits):
         yield "The clone had changes that no run records (a commit with -dirty)."
     command = f"{command_for('verify_run')} RUN --replay FROM:TO"
-    yield f"{command} trains steps of either run again, and says which of the two repeats."
+    yield f"`{command}` trains steps of either run again, and says which of the two repeats."
 
 
-def _parting_row(parting: Parting, names: Sequence[str]) -> list[str]:
-    """A row of the table of partings."""
+def _parting_row(parting: Parting, names: Sequence[str], begin: int) -> list[str]:
+    """A row of the table of partings. `begin`: the last step before the common ones."""
     first = _amount(parting.apart[0]) if parting.apart else "–"
     largest = (
         f"{_amount(parting.largest)} at step {parting.largest.step:,}" if parting.largest else "–"
     )
     if parting.tensors:
         first = f"{len(parting.tensors)} of {parting.compared} tensors"
-        largest = _percent(parting.most[0].share)
-    until = "–" if parting.equal_until is None else f"{parting.equal_until:,}"
-    because = truncate(", ".join(names) or "nothing", VALUE)
-    return [parting.what, until, f"{parting.step:,}", first, largest, because]
+        largest = f"{_percent(parting.most[0].share)} of a norm"
+    until = "–" if parting.step <= begin + 1 else "not known"
+    if parting.equal_until is not None:
+        until = f"{parting.equal_until:,}"
+    more = f" and {len(names) - IN_COLUMN} more" if len(names) > IN_COLUMN else ""
+    because = (", ".join(truncate(name, VALUE) for name in names[:IN_COLUMN]) or "nothing") + more
+    what = parting.what
+    if parting.field not in USUAL and not parting.tensors:
+        what = f"{what} ({truncate(parting.field, VALUE)})"
+    return [what, until, f"{parting.step:,}", first, largest, because]
 
 
 def _growth(parting: Parting) -> list[list[str]]:
     """How the difference of the losses grew."""
-    rows = [["step", "loss of A", "loss of B", "apart", "share"]]
+    rows = [["step", "loss of A", "loss of B", "difference", "of the loss"]]
     for apart in parting.growth:
         losses = ["–" if value is None else f"{value:.6f}" for value in apart.values]
         rows.append([f"{apart.step:,}", *losses, f"{apart.difference:.1e}", _percent(apart.share)])
@@ -298,6 +409,15 @@ def _effects(cause: Cause) -> str:
     return ", ".join(WORDS[effect] for effect in cause.effects)
 
 
+def _shown_values(cause: Cause) -> list[str]:
+    """The two values in the text, each with what has set it."""
+    shown = [_shown(value) for value in _apart(cause.values)]
+    return [
+        f"{text} by {origin}" if origin else text
+        for text, origin in zip(shown, cause.origins, strict=True)
+    ]
+
+
 def _apart(values: tuple[object, object]) -> tuple[object, object]:
     """Two values without what they share: of lists and mappings, the first items that differ."""
     match values:
@@ -316,12 +436,15 @@ def _shown(value: object) -> str:
     """A value in the text; hashes are cut."""
     if isinstance(value, dict) and {*value} == {"name", "sha256"}:
         value = f"{value['name']} {str(value['sha256'])[:8]}"
+    if isinstance(value, dict) and {*value} == {"sha256", "vocab_size"}:
+        value = f"{value['vocab_size']} tokens ({str(value['sha256'])[:8]})"
     text = "null" if value is None else str(value)
     is_hash = len(text) in (40, 64) and all(letter in "0123456789abcdef" for letter in text)
-    return text[:10] if is_hash else truncate(text, VALUE)
+    return f"hash {text[:10]}" if is_hash else truncate(text, VALUE)
 
 
 def _amount(apart: Apart) -> str:
+    """A difference, and its share of the number."""
     return f"{apart.difference:.1e} ({_percent(apart.share)})"
 
 
@@ -336,6 +459,7 @@ def _cause_as_json(cause: Cause) -> Row:
         "name": cause.name,
         "step": cause.step,
         "values": [*cause.values],
+        "origins": [origin or None for origin in cause.origins],
         "effects": [*cause.effects],
         "details": [*cause.details],
     }
@@ -358,6 +482,7 @@ def _parting_as_json(parting: Parting) -> Row:
         "field": parting.field,
         "step": parting.step,
         "equal_until": parting.equal_until,
+        "equal_again": parting.equal_again,
         "largest": apart_as_json(parting.largest) if parting.largest else None,
         "growth": [apart_as_json(apart) for apart in parting.growth],
         "tensors": [

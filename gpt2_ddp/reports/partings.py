@@ -1,29 +1,47 @@
-"""Where the numbers of two recorded runs part: the order of the data, learning rates, losses,
-gradient norms, scores and tensors; and how far.
+"""Where the numbers of two recorded runs begin to differ: the order of the data, counts, learning
+rates, losses, gradient norms, scores and tensors; and how far.
 
-The rows of the steps that both have are compared as they were written, bit for bit.
+The rows of the steps that both have are compared as they were written, bit for bit. Numbers of two
+tokenizers are not compared, as they are of other tokens; bits per byte are.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal, NamedTuple, cast
 
 from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Tensors
-from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify
-from gpt2_ddp.records.rows import Row
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify_recorded
+from gpt2_ddp.records.rows import Row, is_own
 from gpt2_ddp.reports.conditions import Record
 
-What = Literal["order", "learning rate", "loss", "gradient norm", "scores", "tensors"]
-FIELDS: dict[What, tuple[str, ...]] = {
-    "order": ("order_digest",),
-    "learning rate": ("lr",),
-    "loss": ("loss",),
-    "gradient norm": ("grad_norm",),
-    "scores": ("val_loss", "val_accuracy", "val_top5"),
+What = Literal["order", "counts", "learning rate", "loss", "gradient norm", "scores", "tensors"]
+WHATS: dict[str, What] = {
+    "order_digest": "order",
+    "epoch": "counts",
+    "tokens": "counts",
+    "samples": "counts",
+    "skipped": "counts",
+    "not_finite": "counts",
+    "lr": "learning rate",
+    "loss": "loss",
+    "loss_mean": "loss",
+    "train_loss": "loss",
+    "grad_norm": "gradient norm",
+    "val_loss": "scores",
+    "val_bits_per_byte": "scores",
+    "val_accuracy": "scores",
+    "val_top5": "scores",
+    "val_tokens": "scores",
+    "val_samples": "scores",
 }
-"""The fields of rows that are compared. Means since the row before depend on `tracking.log_every`,
-so they are not."""
+"""What each field of rows belongs to. The fields of sources (`val_loss/web`) belong to that of
+their beginning, and those of the tasks of an evaluation to the scores."""
+SINCE_ROW = ("loss_mean", "train_loss", "not_finite")
+"""Numbers of the steps since the row before, which compare if both runs have that row."""
+BITS = "val_bits_per_byte"
+AMOUNTS = ("val_tokens", "val_samples")
+"""How much an evaluation has scored. Losses of another amount do not compare."""
 SHOWN = 6
 """Most rows that show how a difference grew."""
 
@@ -72,6 +90,8 @@ class Parting(NamedTuple):
         field: of the rows, or the file of the tensors.
         step: the first step with different values.
         equal_until: the last step before it with equal ones; None if there is none.
+        equal_again: the first step after the last different values with equal ones; None if there
+            is none.
         apart: all rows with numbers that differ.
         tensors: those that differ, in the order of the network.
         compared: number of tensors of both checkpoints.
@@ -81,6 +101,7 @@ class Parting(NamedTuple):
     field: str
     step: int
     equal_until: int | None
+    equal_again: int | None = None
     apart: tuple[Apart, ...] = ()
     tensors: tuple[TensorDifference, ...] = ()
     compared: int = 0
@@ -106,16 +127,74 @@ class Parting(NamedTuple):
 
 
 def row_partings(first: Record, second: Record) -> list[Parting]:
-    """The partings in the rows of the steps that both runs have, the earliest first."""
+    """The partings in the rows of the steps that both runs have, the earliest first: of each
+    `What`, that of the field that parts first."""
     steps = sorted(first.rows.keys() & second.rows.keys())
-    partings: list[Parting] = []
-    for what, fields in FIELDS.items():
-        for field in fields:
-            parting = _parting(what, field, first.rows, second.rows, steps)
-            if parting:
-                partings.append(parting)
-                break
-    return sorted(partings, key=lambda parting: parting.step)
+    tasks = {*_tasks(first), *_tasks(second)}
+    names = dict.fromkeys(name for step in steps for name in first.rows[step])
+    of_fields: dict[str, What] = {name: what for name in names if (what := what_of(name, tasks))}
+    if has_other_tokens(first, second):
+        of_fields = {
+            name: what
+            for name, what in of_fields.items()
+            if what == "learning rate" or name.startswith(BITS)
+        }
+    partings: dict[What, Parting] = {}
+    for name in sorted(of_fields, key=_place_of):
+        what = of_fields[name]
+        parting = _parting(what, name, first.rows, second.rows, steps)
+        if parting and (what not in partings or parting.step < partings[what].step):
+            partings[what] = parting
+    order = partings.get("order")
+    if order and "counts" in partings and order.step <= partings["counts"].step:
+        del partings["counts"]  # they follow from the order
+    return sorted(partings.values(), key=lambda parting: parting.step)
+
+
+def other_own_numbers(first: Record, second: Record) -> list[str]:
+    """The numbers of a class of one's own that differ in a common step. They may be anything, times
+    of the clock too."""
+    tasks = {*_tasks(first), *_tasks(second)}
+    names: dict[str, None] = {}
+    for step in first.rows.keys() & second.rows.keys():
+        for name in first.rows[step].keys() & second.rows[step].keys():
+            is_compared = what_of(name, tasks) is not None
+            if (
+                is_own(name)
+                and not is_compared
+                and first.rows[step][name] != second.rows[step][name]
+            ):
+                names[name] = None
+    return sorted(names)
+
+
+def what_of(name: str, tasks: Collection[str]) -> What | None:
+    """What a field of a row belongs to; None for a field that is not compared, such as a speed.
+    `tasks`: names of the tasks of the evaluations."""
+    if any(name.startswith(f"{task}_") for task in tasks):
+        return "scores"
+    return WHATS.get(name.partition("/")[0])
+
+
+def _place_of(name: str) -> tuple[int, str]:
+    """A key that sorts fields as `WHATS` has them."""
+    names = [*WHATS]
+    source = name.partition("/")[0]
+    return names.index(source) if source in names else len(names), name
+
+
+def _tasks(record: Record) -> Iterator[str]:
+    """The names of the tasks that a run's evaluations score."""
+    for stretch in record.stretches:
+        tasks = stretch.conditions.get("tasks")
+        if isinstance(tasks, dict):
+            yield from cast(dict[str, object], tasks)
+
+
+def has_other_tokens(first: Record, second: Record) -> bool:
+    """Whether the runs have different tokenizers. Then a loss of one is not a loss of the other."""
+    one, other = (record.stretches[0].conditions.get("tokenizer") for record in (first, second))
+    return one != other
 
 
 def _parting(
@@ -124,30 +203,56 @@ def _parting(
     """Where a field parts; None if it does not."""
     parted_at: int | None = None
     equal_until: int | None = None
+    equal_again: int | None = None
     apart: list[Apart] = []
+    for step in _comparable_steps(field, first, second, steps):
+        one = first[step][field]
+        other = second[step][field]
+        if one == other:
+            if parted_at is None:
+                equal_until = step
+            elif equal_again is None:
+                equal_again = step
+            continue
+        equal_again = None
+        if parted_at is None:
+            parted_at = step
+        if what != "order":
+            apart.append(Apart(step, (_number(one), _number(other))))
+    if parted_at is None:
+        return None
+    return Parting(what, field, parted_at, equal_until, equal_again, tuple(apart))
+
+
+def _comparable_steps(
+    field: str, first: Mapping[int, Row], second: Mapping[int, Row], steps: list[int]
+) -> Iterator[int]:
+    """The steps whose rows both have the field, of the same tokens or samples."""
+    is_since_row = field in SINCE_ROW
+    previous = [_steps_before(rows) if is_since_row else {} for rows in (first, second)]
     for step in steps:
         one = first[step]
         other = second[step]
         if field not in one or field not in other:  # a row without an evaluation
             continue
-        if one[field] == other[field]:
-            if parted_at is None:
-                equal_until = step
+        if is_since_row and previous[0][step] != previous[1][step]:
             continue
-        if what == "scores" and _scored(one) != _scored(other):
-            continue  # losses over other tokens do not compare
-        if parted_at is None:
-            parted_at = step
-        if what != "order":
-            apart.append(Apart(step, (_number(one[field]), _number(other[field]))))
-    if parted_at is None:
-        return None
-    return Parting(what, field, parted_at, equal_until, tuple(apart))
+        if _is_comparable(field, one, other):
+            yield step
 
 
-def _scored(row: Row) -> object:
-    """How much an evaluation scored."""
-    return row.get("val_tokens", row.get("val_samples"))
+def _steps_before(rows: Mapping[int, Row]) -> dict[int, int]:
+    """The step of the row before each row."""
+    steps = sorted(rows)
+    return dict(zip(steps, [0, *steps], strict=False))
+
+
+def _is_comparable(field: str, one: Row, other: Row) -> bool:
+    """Whether a field of two rows compares: scores other than bits per byte do if both are of as
+    many tokens or samples."""
+    if not field.startswith("val_") or field.startswith(BITS) or field in AMOUNTS:
+        return True
+    return all(one.get(name) == other.get(name) for name in AMOUNTS)
 
 
 def _number(value: object) -> float | None:
@@ -190,13 +295,17 @@ def compare_checkpoints(first: Record, second: Record) -> Compared:
 
 
 def _verified(record: Record, step: int, damages: list[str]) -> Checkpoint | None:
-    """The checkpoint, if its files are those of its manifest; else `damages` get the file."""
+    """The checkpoint, if its files are those of its manifest, and that the one which the rows
+    record; else `damages` get what was changed."""
     path = record.checkpoints[step]
     try:
-        return verify(path)
+        return verify_recorded(path)
     except CorruptCheckpoint as damage:
         if path.is_dir():  # not deleted meanwhile by a running training
-            damages.append(f"checkpoints/{path.name}/{damage.file.name}: {damage.reason}")
+            place = f"checkpoints/{path.name}"
+            if damage.file != path:
+                place += f"/{damage.file.name}"
+            damages.append(f"{place}: {damage.reason}")
         return None
 
 
@@ -205,12 +314,13 @@ def _tensor_parting(one: Checkpoint, other: Checkpoint, equal_until: int | None)
     for file in (MODEL, OPTIMIZER):
         if one.sha256(file) == other.sha256(file):
             continue
-        tensors = (one.tensors(file), other.tensors(file))
-        different = [*_tensor_differences(*tensors)]
+        before = one.tensors(file)
+        after = other.tensors(file)
+        different = tuple(_tensor_differences(before, after))
         if different:
-            count = len({*tensors[0], *tensors[1]})
+            count = len({*before, *after})
             return Parting(
-                "tensors", file, one.step, equal_until, tensors=tuple(different), compared=count
+                "tensors", file, one.step, equal_until, tensors=different, compared=count
             )
     return None
 

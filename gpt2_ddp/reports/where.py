@@ -10,6 +10,7 @@ once, and the order is inverted.
 """
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,13 @@ import numpy as np
 
 from gpt2_ddp.checkpoint.format import list_checkpoints
 from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify
+from gpt2_ddp.config.base import check_url
 from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.tools import WhereConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.corpus import Corpus, open_corpus
 from gpt2_ddp.data.feed import interleaved
+from gpt2_ddp.data.fetch import copy_missing
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import SOURCE_BITS, MixedOrder, recorded_mixture
 from gpt2_ddp.data.order import Order, Permutation, Uses
@@ -57,18 +60,33 @@ QUOTED = 3
 AROUND = 12
 """Tokens before and after a quoted occurrence."""
 NEAR = 10
-"""Rows before a step, and after it, that a spike is compared with."""
+"""Rows before a step that a spike is compared with."""
+FEWEST = 5
+"""Fewest rows before a spike."""
+SPIKE = 6.0
+"""A spike is so many times the usual spread above the rows before it."""
+SIGMA = 1.4826
+"""The standard deviation of normal numbers, as a multiple of their median deviation."""
+LEAST_SPREAD = 0.005
+"""The smallest spread, as a share of the value: a curve without noise has no spikes of its last
+digits."""
 
 
 class Place(NamedTuple):
-    """An occurrence of the text. `first`, `last`: positions of its tokens in the split. `seen`:
-    whether a step that counts has trained on it, or on a part of it."""
+    """An occurrence of the text.
+
+    Attributes:
+        first, last: positions of its tokens in the split.
+        seen: whether a step that counts has trained on it, or on a part of it.
+        why: of training text that was not seen, the reason; else empty.
+    """
 
     folder: str
     split: str
     first: int
     last: int
     seen: bool
+    why: str = ""
 
 
 class Use(NamedTuple):
@@ -134,8 +152,8 @@ class Answer(NamedTuple):
         elif self.undone:
             undone = _steps(sorted({use.step for use in self.undone}))
             parts = [f"in the data, but never trained on: a rollback has undone {undone}"]
-        elif any(place.split == "train" for place in self.places):
-            parts = [f"in the data, not reached by step {self.reached}"]
+        elif whys := [*dict.fromkeys(place.why for place in self.places if place.why)]:
+            parts = [f"in the data, {'; '.join(whys)}"]
         elif folders:
             return f"{of}, which is never trained on"
         else:
@@ -179,12 +197,23 @@ class PastStep(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """A step whose value is far above the rows around it. `times`: its value divided by their
-    median. Both are None for a value that is not finite."""
+    """A step with a row, and how far its value is above the rows before it.
+
+    Attributes:
+        value: None if it is not finite.
+        times: the value divided by the median of the rows before it; None for no finite value, and
+            for fewer than `FEWEST` such rows.
+        spreads: its distance from that median, in usual spreads; None likewise.
+    """
 
     past: PastStep
     value: float | None
     times: float | None
+    spreads: float | None
+
+    @property
+    def stands_out(self) -> bool:
+        return self.value is None or (self.spreads is not None and self.spreads > SPIKE)
 
 
 class RecordedRun(NamedTuple):
@@ -218,8 +247,12 @@ def answer_question(command: WhereConfig) -> int:
     elif command.step:
         _show_steps(run, command, [PastStep(command.step, run.history)], [])
     elif command.spike:
-        found = spikes(run, command.spike)[: command.spikes]
-        _show_steps(run, command, [spike.past for spike in found], found)
+        rows = spikes(run, command.spike)
+        found = [row for row in rows if row.stands_out][: command.spikes]
+        if not found and not command.json:
+            print(_no_spike(run, rows, command.spike))
+        else:
+            _show_steps(run, command, [spike.past for spike in found], found)
     return 0
 
 
@@ -233,7 +266,8 @@ def _show_steps(
         if command.json:
             of_step: Row = {"step": past.step, "undone_at": past.undone_at}
             if found:
-                of_step |= {"value": found[number].value, "times": found[number].times}
+                spike = found[number]
+                of_step |= {"value": spike.value, "times": spike.times, "spreads": spike.spreads}
             content.append(of_step | {"windows": [window._asdict() for window in windows]})
             continue
         if found:
@@ -281,8 +315,9 @@ def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
         hint = f"is a {kind} run, without a text; name a run of train_gpt2.py"
         raise UserError("run", run, hint)
     if data:
-        folders = config.data.model_copy(update={"path": tuple(data)})
+        folders = config.data.model_copy(update={"path": tuple(map(_checked, data))})
         config = config.model_copy(update={"data": folders})
+    copy_missing(config)
     task = _task_class(run, starts, trust_code)
     recorded = recorded_mixture(starts[-1])
     hashes = [read_manifest(Path(folder)).hash for folder in config.data.paths]
@@ -301,6 +336,14 @@ def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
     newest = log.last or starts[-1]
     history = history._replace(step=newest["step"])
     return RecordedRun(log, config, corpus, order, history, undone)
+
+
+def _checked(path: str) -> str:
+    """A folder or URL of `--data`. Raises: UserError."""
+    try:
+        return check_url(path)
+    except ValueError as error:
+        raise UserError("data", path, str(error)) from error
 
 
 def _task_class(run: Path, starts: list[Row], trust_code: bool) -> type[Pretraining]:
@@ -337,9 +380,11 @@ def find(run: RecordedRun, text: str) -> Answer:
     for number, (folder, split, stream) in enumerate(splits):
         occurrences = found[number]
         seen = np.zeros(len(occurrences.first), bool)
+        whys = [""] * len(seen)
         if split == "train":
-            seen = _add_uses(run, number, occurrences, uses, undone)
-        columns = (occurrences.first.tolist(), occurrences.last.tolist(), seen.tolist())
+            seen, of_undone = _add_uses(run, number, occurrences, uses, undone)
+            whys = _whys(run, number, occurrences, seen, of_undone)
+        columns = (occurrences.first.tolist(), occurrences.last.tolist(), seen.tolist(), whys)
         places += [Place(folder, split, *values) for values in zip(*columns, strict=True)]
         for place in places[len(quotes) : QUOTED]:
             quotes.append(_quote(stream, tokenizer, place))
@@ -382,21 +427,30 @@ def _search(search: TextSearch, streams: Sequence[TokenStream], text: str) -> li
 
 def _add_uses(
     run: RecordedRun, number: int, occurrences: Occurrences, uses: list[Use], undone: list[Use]
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """Adds the uses of the windows of folder `number` that have one of the occurrences. Returns
-    which of the occurrences are in a step that counts: bool [n]."""
+    which of the occurrences are in a step that counts, and which in one that a rollback has undone:
+    bool [n] both."""
     found = _positions(run, number, occurrences)
     skipped = run.history.is_skipped(found.positions)
     counts = _chosen(found, ~skipped & (found.positions < run.history.end))
     uses += _uses(run, number, occurrences, counts, run.history)
+    of_undone = np.zeros(len(occurrences.first), bool)
     for history, step in run.undone:
         # what this rollback has undone, and no rollback before it
         begin = history.end_of(step)
         in_undone = (found.positions >= begin) & (found.positions < history.end)
         mine = _chosen(found, in_undone & ~history.is_skipped(found.positions))
         undone += _uses(run, number, occurrences, mine, history, step)
+        of_undone |= _has_window(run, number, occurrences, mine)
+    return _has_window(run, number, occurrences, counts), of_undone
+
+
+def _has_window(run: RecordedRun, number: int, occurrences: Occurrences, uses: Uses) -> np.ndarray:
+    """Which of the occurrences in folder `number` are in a window of these uses, or a part of
+    them: bool [n]."""
     source = run.corpus.sources[number]
-    starts = source.starts(_own_items(counts))
+    starts = source.starts(_own_items(uses))
     # those that overlap a window are neighbours
     begins = np.searchsorted(occurrences.last, starts, side="left")
     ends = np.searchsorted(occurrences.first, starts + source.block_size, side="right")
@@ -404,6 +458,51 @@ def _add_uses(
     np.add.at(changes, begins, 1)
     np.add.at(changes, ends, -1)
     return np.cumsum(changes)[:-1] > 0
+
+
+def _whys(
+    run: RecordedRun,
+    number: int,
+    occurrences: Occurrences,
+    seen: np.ndarray,
+    of_undone: np.ndarray,
+) -> list[str]:
+    """Why no step that counts has trained on each of the occurrences; empty for one that was
+    seen."""
+    source = run.corpus.sources[number]
+    end = len(source) * source.block_size + source.shifts  # of the windows of all shifts
+    passes = _passes(run, number)
+    later = f"not reached by step {run.history.step}"
+    if passes:
+        times = "the first pass" if passes == 1 else f"each of the {passes} passes"
+        later = f"but {times} over {run.names[number]} left these tokens out"
+        if source.shifts > 1:
+            most = source.block_size - 1
+            later += (
+                f": with data.shift_windows, the windows of a pass begin 0 to {most} tokens later,"
+                " so some of the first and last tokens are in none of them"
+            )
+    whys: list[str] = []
+    columns = zip(occurrences.first.tolist(), seen.tolist(), of_undone.tolist(), strict=True)
+    for first, is_seen, is_undone in columns:
+        why = "" if is_seen else later
+        if not is_seen and is_undone:
+            why = "but a rollback has undone the step that trained on it"
+        elif not is_seen and first >= end:
+            rest = "the folder's last tokens, which fill no window, are left out"
+            why = f"but in no window: {rest}"
+        whys.append(why)
+    return whys
+
+
+def _passes(run: RecordedRun, number: int) -> int:
+    """Complete passes over folder `number` up to the run's last step; 0 where a class of one's own
+    mixes folders by an order that does not tell."""
+    order = run.order
+    end = run.history.end
+    if isinstance(order, MixedOrder):
+        return int(order.uses(end)[number]) // len(run.corpus.sources[number])
+    return end // len(order) if len(run.names) == 1 else 0
 
 
 def _positions(run: RecordedRun, number: int, occurrences: Occurrences) -> Uses:
@@ -516,35 +615,96 @@ def texts_of(run: RecordedRun, past: PastStep, rank: int | None = None) -> Itera
 
 
 def spikes(run: RecordedRun, name: str) -> list[Spike]:
-    """The rows of steps by how far their value is above the median of the rows around them, the
-    farthest first; those that are not finite before all others. Raises: UserError without rows."""
+    """The rows after the warm-up by how far their value is above the rows before them, the farthest
+    first; rows that are not finite are before all others. Those that a rollback undid are among
+    them. Raises: UserError without rows.
+
+    A row is compared with the median of the finite ones before it, of `NEAR` at most. The usual
+    spread is that of these rows or of all rows after the warm-up, whichever is larger.
+    """
+    rows = _rows_with(run, name)
+    if not rows:
+        raise UserError("spike", name, "no row has this value yet; wait for a row of a step")
+    warm_up = run.config.optim.warmup_steps
+    usual = _usual_spread(_finite([row for row, _ in rows if row.past.step > warm_up]))
+    found: list[Spike] = []
+    for row, rows_before in rows:
+        before = _finite(rows_before)
+        if row.value is None:
+            found.append(row)
+        elif row.past.step > warm_up and len(before) >= FEWEST:
+            median = statistics.median(before)
+            near = SIGMA * statistics.median(abs(value - median) for value in before)
+            spread = max(usual, near, LEAST_SPREAD * abs(median))
+            spreads = (row.value - median) / spread if spread else 0.0
+            times = row.value / median if median > 0 else None
+            found.append(row._replace(times=times, spreads=spreads))
+    return sorted(found, key=_farthest_first)
+
+
+def _farthest_first(spike: Spike) -> float:
+    """A key that sorts rows by their distance; those that are not finite first."""
+    return -math.inf if spike.spreads is None else -spike.spreads
+
+
+def _finite(rows: Sequence[Spike]) -> list[float]:
+    return [row.value for row in rows if row.value is not None]
+
+
+def _usual_spread(values: Sequence[float]) -> float:
+    """The median distance of a value from the median of those on both sides of it, which follows a
+    curve that falls; as a standard deviation."""
+    half = NEAR // 2
+    distances = [
+        abs(value - statistics.median(values[max(index - half, 0) : index + half + 1]))
+        for index, value in enumerate(values)
+    ]
+    return SIGMA * statistics.median(distances) if distances else 0.0
+
+
+def _rows_with(run: RecordedRun, name: str) -> list[tuple[Spike, list[Spike]]]:
+    """Each row with the value `name`, in the file's order, and the rows before it that counted
+    then."""
     history = History(run.history.size)
     ends = iter(run.undone)
-    rows: list[tuple[Row, History]] = []
+    rows: list[tuple[Spike, list[Spike]]] = []
+    counting: list[Spike] = []
     undone_at: dict[int, int] = {}  # by index in `rows`
     for row in run.log.rows():
         if is_rollback(row):
             _, back_to = next(ends)
-            for index, (of_step, _) in enumerate(rows):
-                if of_step["step"] > back_to:
+            counting = [spike for spike in counting if spike.past.step <= back_to]
+            for index, (spike, _) in enumerate(rows):
+                if spike.past.step > back_to:
                     undone_at.setdefault(index, back_to)
         history = history.after(row)
         if not is_event(row) and name in row:
-            rows.append((row, history))
+            spike = Spike(PastStep(row["step"], history), row[name], None, None)
+            rows.append((spike, counting[-NEAR:]))
+            counting.append(spike)
+    for index, step in undone_at.items():
+        spike, before = rows[index]
+        rows[index] = spike._replace(past=spike.past._replace(undone_at=step)), before
+    return rows
+
+
+def _no_spike(run: RecordedRun, rows: list[Spike], name: str) -> str:
+    """The answer if no row stands out."""
     if not rows:
-        raise UserError("spike", name, "no row has this value yet; wait for a row of a step")
-    values = [row[name] for row, _ in rows]
-    found: list[Spike] = []
-    for index, (row, of_step) in enumerate(rows):
-        around = values[max(index - NEAR, 0) : index] + values[index + 1 : index + 1 + NEAR]
-        known = [value for value in around if value is not None]
-        times = None
-        if row[name] is not None:
-            usual = statistics.median(known) if known else row[name]
-            times = row[name] / usual if usual > 0 else 1.0
-        past = PastStep(row["step"], of_step, undone_at.get(index))
-        found.append(Spike(past, row[name], times))
-    return sorted(found, key=lambda spike: -(spike.times or float("inf")))
+        few = f"no row after the warm-up has {FEWEST} rows before it"
+        return f"no step stands out: {few}; --step N prints the texts of a step"
+    farthest = rows[0]
+    step = farthest.past.step
+    value = f"{farthest.value:.4g}, {farthest.spreads:.1f} times that spread above"
+    every = run.config.tracking.log_every
+    lines = [
+        f"no step stands out: none of {len(rows):,} rows after the warm-up is more than"
+        f" {SPIKE:.0f} times the usual spread of {name} above the {NEAR} rows before it",
+        f"the farthest is step {step} ({value}); --step {step} prints its texts",
+    ]
+    if every > 1:
+        lines.append(f"one step in {every} has a row (tracking.log_every); others are not known")
+    return "\n".join(lines)
 
 
 def describe(answer: Answer) -> str:
@@ -569,15 +729,15 @@ def describe(answer: Answer) -> str:
 
 
 def _counts(places: list[Place]) -> Iterator[str]:
-    """A line for each split with the text: how often, and how often it was not reached."""
+    """A line for each split with the text: how often, and how often it was not seen, and why."""
     for (folder, split), group in groupby(places, lambda place: (place.folder, place.split)):
-        seen = [place.seen for place in group]
-        times = "once" if len(seen) == 1 else f"{len(seen):,} times"
-        unseen = seen.count(False)
-        is_partly_seen = split == "train" and 0 < unseen < len(seen)
-        yield f"{folder} ({split}): {times}" + (
-            f", {unseen:,} of them not trained on so far" if is_partly_seen else ""
-        )
+        whys = [place.why for place in group]
+        times = "once" if len(whys) == 1 else f"{len(whys):,} times"
+        yield f"{folder} ({split}): {times}"
+        is_partly_seen = "" in whys
+        for why in dict.fromkeys(whys):
+            if why and is_partly_seen:
+                yield f"  {whys.count(why):,} of them {why}"
 
 
 def _cells(use: Use) -> tuple[str, ...]:
@@ -612,6 +772,6 @@ def _window_line(window: WindowText) -> str:
 def _spike_line(spike: Spike, name: str) -> str:
     past = spike.past
     value = "not finite" if spike.value is None else f"{spike.value:.4g}"
-    times = "" if spike.times is None else f", {spike.times:.2f} times the rows around it"
+    times = "" if spike.times is None else f", {spike.times:.2f} times the rows before it"
     undone = "" if past.undone_at is None else f"; undone by the rollback to {past.undone_at}"
     return f"=== step {past.step}: {name} {value}{times}{undone}"

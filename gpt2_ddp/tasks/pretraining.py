@@ -47,7 +47,7 @@ from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
-from gpt2_ddp.tasks.user_task import Code, find, make
+from gpt2_ddp.tasks.user_task import Code, check_trust, find, make
 from gpt2_ddp.training.branch import advise_branch
 from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.memory import (
@@ -564,10 +564,13 @@ def make_pretraining(
     return Pretraining(config, accelerator, saved)
 
 
-def settings_of(name: str) -> type[Section]:
-    """The settings of the class that a flag --task names. Executes its code, which the flag
-    trusts. Raises: UserError."""
-    kind = find(name).load(Pretraining)
+def settings_of(name: str, is_flag: bool = True) -> type[Section]:
+    """The settings of the class that `task` names. Executes its code, which a flag --task trusts.
+    Raises: UserError, also for code that a file names and nobody has trusted yet."""
+    code = find(name)
+    if not is_flag:
+        check_trust(code)
+    kind = code.load(Pretraining)
     check_declared(kind.Settings, kind.__name__)
     return kind.Settings
 

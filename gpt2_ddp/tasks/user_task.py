@@ -77,7 +77,11 @@ class Code(NamedTuple):
 
 def find(name: str) -> Code:
     """The code that `task` names. Raises: UserError if there is none."""
-    place = name.rpartition(":")[0]
+    place, _, kind = name.rpartition(":")
+    if not place or not kind:
+        file = name.rstrip(":")
+        example = f"{file}:CLASS" if file.endswith(".py") else "FILE.py:CLASS, or MODULE:CLASS"
+        raise UserError("task", name, f"names no class; write {example}")
     try:
         file = Path(place) if place.endswith(".py") else _file_of_module(place)
         return Code(name, read_small(file, LARGEST))
@@ -174,6 +178,18 @@ def is_trusted(code: Code) -> bool:
     return False
 
 
+def check_trust(code: Code) -> None:
+    """Raises: UserError for source that nobody gave on this machine."""
+    if not is_trusted(code):
+        raise _untrusted(code, "was never given on this machine")
+
+
+def _untrusted(code: Code, state: str) -> UserError:
+    """The user error of code that no flag --task names."""
+    advice = f"if you trust it, give --task {code.name}"
+    return UserError("task", code.name, f"its code {state}; {advice}")
+
+
 def trust(code: Code) -> None:
     """Records that somebody gave this source on this machine."""
     if not is_trusted(code):
@@ -222,12 +238,10 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
             trusted(saved)
             return before
         is_named = split_flags(TrainingConfig, sys.argv)[1].get("task") == name
-        differs = before not in (None, code)
-        if not is_named and (differs or not is_trusted(code)):
-            state = "was never given on this machine"
-            if differs:
-                state = f"differs from the run's in {file}"
-            raise UserError("task", name, f"its code {state}; if you trust it, give --task {name}")
+        if not is_named and before not in (None, code):
+            raise _untrusted(code, f"differs from the run's in {file}")
+        if not is_named:
+            check_trust(code)
     trust(code)
     if saved and not before and saved.step > saved.state.progress.first_step:
         advice = "choose another run_name, or start from it with train.branch_from"

@@ -570,6 +570,32 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default, capsys):
         assert shown == expected or float(shown) == float(expected), name
 
 
+def shown_default(text, name):
+    """The default of a flag in the text of `--help`."""
+    (shown,) = re.findall(rf"--{re.escape(name)} \S+ .*?\(default: (.*?)\)", text)
+    return shown
+
+
+def test_help_has_the_defaults_that_hold_beside_the_other_flags(write, capsys):
+    """Those of the preset for these data, or of the given files."""
+
+    def help_of(command, *flags, default):
+        return " ".join(printed(capsys, command, *flags, default=default).split())
+
+    flags = ["--data.path", "data/mine", "--help", "all"]
+    text = help_of(TrainingConfig, *flags, default=training_default)
+    assert f"(default: {OWN_TEXT})" in text
+    assert shown_default(text, "optim.name") == "muon"
+    assert shown_default(text, "model.n_layer") == "by the rule of own_text"
+    images = help_of(ClassifierConfig, "--help", "--data.path", "x", default=classifier_default)
+    assert f"(default: {OWN_IMAGES})" in images
+    file = write("train: {steps: 5}")
+    text = help_of(TrainingConfig, "--help", "all", "--config", file, default=training_default)
+    assert shown_default(text, "train.steps") == "5"
+    assert shown_default(text, "model.n_layer") == "12"
+    assert (BUILT_IN in text, file in text) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("name", "now", "before", "is_refused"),
     [

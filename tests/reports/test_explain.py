@@ -36,6 +36,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.reports.conditions import EFFECTS, effects_of
 from gpt2_ddp.reports.evidence import LIMITS, limit
 from gpt2_ddp.reports.explain import explain_runs
@@ -223,12 +224,12 @@ def set_field(rows, name, value):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_changed_field_is_the_first_cause(pair, name):
-    """Losses and gradients are other ones, too, or, of an evaluation, its scores."""
+    """Losses and gradients are other ones from step 4 on, too, or, of an evaluation, its scores."""
     scale = 1 + (2e-6 if name in ROUNDING else 0.01)
 
     def edit(rows):
         set_field(rows, name, FIELDS[name])
-        for row in rows:
+        for row in rows[6:]:
             for field in ("val_loss",) if name == "eval.tokens" else ("loss", "grad_norm"):
                 row.update({field: row[field] * scale} if field in row else {})
 
@@ -280,11 +281,11 @@ def test_a_changed_loss_is_not_explained(pair):
 
 
 def test_rounding_explains_no_large_difference(pair):
-    """Threads differ, and a loss is 25 % larger."""
+    """Threads differ, and losses are 1 % larger."""
 
     def edit(rows):
         first_row(rows)["threads"] = 7
-        rows[6]["loss"] *= 1.25
+        scaled(rows, "loss", 4)
 
     forge(pair[1], edit)
     found = explain(*pair)
@@ -304,17 +305,156 @@ def test_a_changed_order_is_not_explained_by_rounding(pair):
     assert (explain(*pair).first, explain(*pair).exit_code) == ("order", 3)
 
 
-def test_damaged_records_are_the_first_cause(pair):
-    spoil(checkpoint_at(pair[1], 10) / "model.safetensors")
+def line_of(run, field, step=None):
+    """The number of the first row with a field, of a step; and its step."""
+    rows = enumerate(all_rows(run), 1)
+    return next((n, row["step"]) for n, row in rows if field in row and step in (None, row["step"]))
+
+
+CHANGES = {
+    "val_bits_per_byte": (10, "line {} (step 10)"),
+    "loss": (6, "line {} (step 6)"),
+    "lr": (4, "line {} (step 4)"),
+    "commit": (None, "line {} (start, step 0)"),
+}
+"""Fields of rows, the step, and how the changed row is named."""
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_row_that_was_changed_is_said_first(pair, field):
+    """It explains nothing, in either run."""
+    step, place = CHANGES[field]
+    number, _ = line_of(pair[1], field, step)
+    file = pair[1] / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    value = json.loads(lines[number - 1])[field]
+    lines[number - 1] = lines[number - 1].replace(
+        f'"{field}": {json.dumps(value)}', f'"{field}": 1.5'
+    )
+    file.write_text("".join(lines))
+    for runs, name in ((pair, "B"), (pair[::-1], "A")):
+        found = explain(*runs)
+        assert (found.verdict, found.first, found.exit_code) == ("changed", "records", 3)
+        beginning, *_ = found.text.split("\n\n")[1:]
+        assert beginning.startswith(f"{name} was changed after it was written: metrics.jsonl, ")
+        assert place.format(number) in " ".join(beginning.split())
+        assert f"verify_run.py {pair[1]}` checks all of {name}" in words(found)
+    partings = [] if field == "commit" else [step]
+    assert [parting.step for parting in found.partings] == partings
+    assert all(not names for names in found.explained_by)
+
+
+def test_a_changed_run_is_not_explained_by_another_cause(runs, tmp_path):
+    """Its learning rate differs, too."""
+    run = Path(shutil.copytree(runs / "lr", tmp_path / "copy"))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    del lines[7]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    found = explain(runs / "base", run)
+    assert (found.verdict, found.exit_code) == ("changed", 3), found.text
+    assert [cause.name for cause in found.causes] == ["optim.lr"]
+    assert "metrics.jsonl, line 8 (checkpoint, step 5): this row was changed, or" in words(found)
+    assert "Expected of unchanged files: optim.lr explains" in words(found)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_checkpoint_that_was_changed_is_said_first(pair, is_sealed):
+    """Also if its manifest fits again, but is not the one that the rows have."""
+    file = checkpoint_at(pair[1], 10) / "model.safetensors"
+    spoil(file)
+    place = "model.safetensors: its SHA-256 differs from the manifest's"
+    if is_sealed:
+        reseal(file)
+        place = "step-00000010: its manifest's SHA-256 differs from metrics.jsonl's"
     found = explain(*pair)
-    assert (found.first, found.exit_code) == ("checkpoints", 1), found.text
-    assert "model.safetensors" in words(found)
-    rows = (pair[1] / "metrics.jsonl").read_text()
-    loss = f'"loss": {all_rows(pair[1])[6]["loss"]}'
-    (pair[1] / "metrics.jsonl").write_text(rows.replace(loss, '"loss": 1.5', 1))
+    assert (found.verdict, found.first, found.exit_code) == ("changed", "checkpoints", 3)
+    assert "B was changed after it was written: checkpoints/step-00000010" in words(found)
+    assert place in words(found)
+    assert found.checkpoints == [5]
+
+
+def test_a_forged_score_is_not_explained(pair):
+    """All hashes fit. No other number differs."""
+    forge(pair[1], lambda rows: rows[-3].update(val_bits_per_byte=1.0))
+    assert "val_bits_per_byte" in all_rows(pair[0])[-3]
     found = explain(*pair)
-    assert (found.first, found.exit_code) == ("records", 1), found.text
-    assert "its chain is wrong" in words(found)
+    assert (found.first, found.exit_code) == ("scores", 3), found.text
+    (parting,) = found.partings
+    assert (parting.field, parting.step) == ("val_bits_per_byte", 10)
+    assert "The scores (val_bits_per_byte) differ first at step 10" in words(found)
+
+
+FORGED = {
+    "tokens": "counts",
+    "loss_mean": "loss",
+    "lambada_accuracy": "scores",
+    "val_loss/a": "scores",
+}
+"""Fields of rows, and what the difference belongs to."""
+
+
+@pytest.mark.parametrize("field", FORGED)
+def test_all_recorded_numbers_are_compared(pair, field):
+    """Also those of sources and tasks."""
+
+    def add(rows, value):
+        first_row(rows)["tasks"] = {"lambada": "0" * 64}
+        rows[-3][field] = value
+
+    for run, value in zip(pair, (1.5, 2.5), strict=True):
+        if run == pair[0]:
+            run = Path(shutil.copytree(run, pair[1].parent / "first"))
+        forge(run, lambda rows, value=value: add(rows, value))
+    found = explain(pair[1].parent / "first", pair[1])
+    assert [(each.what, each.field) for each in found.partings] == [(FORGED[field], field)]
+    assert (found.verdict, found.exit_code) == ("not explained", 3), found.text
+
+
+def test_numbers_of_a_class_are_noted_and_not_judged(pair):
+    """Such as a time; a speed is not even noted."""
+
+    def edit(rows):
+        rows[-3].update(seconds=3.0, tokens_per_second=1.0)
+
+    forge(pair[1], edit)
+    first = Path(shutil.copytree(pair[0], pair[1].parent / "first"))
+    forge(first, lambda rows: rows[-3].update(seconds=2.0))
+    found = explain(first, pair[1])
+    assert (found.verdict, found.partings) == ("equal", [])
+    assert found.notes == ["numbers of a class of one's own differ, and are not judged: seconds"]
+
+
+def test_evaluations_of_other_amounts_are_not_compared(pair):
+    """The amounts are, and bits per byte."""
+
+    def edit(rows):
+        set_field(rows, "eval.tokens", 600)
+        for row in rows:
+            row.update({"val_tokens": 600, "val_loss": 5.0} if "val_tokens" in row else {})
+
+    forge(pair[1], edit)
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("eval.tokens", 1), found.text
+    assert [(each.field, each.step) for each in found.partings] == [("val_tokens", 0)]
+
+
+def test_a_forged_row_between_equal_ones_is_no_training(pair):
+    forge(pair[1], lambda rows: rows[6].update(loss=rows[6]["loss"] + 0.25))
+    step = all_rows(pair[0])[6]["step"]
+    assert f"equal again at step {step + 1}: rows were changed" in words(explain(*pair))
+
+
+def test_a_forged_checkpoint_between_equal_rows_is_no_training(pair):
+    file = checkpoint_at(pair[1], 5) / "model.safetensors"
+    weights = load_file(file)
+    weights["h.1.mlp.c_fc.weight"][3, 4] += 0.5
+    save_file(weights, file)
+    reseal(file)
+    forge(pair[1])
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("tensor h.1.mlp.c_fc.weight", 3), found.text
+    assert "a file of the checkpoint of step 5 was changed, not the training" in words(found)
+    assert "of step 5, the oldest checkpoint of both runs, 1 of" in words(found)
 
 
 def test_a_shard_that_was_changed_on_disk(runs, tmp_path):
@@ -329,7 +469,8 @@ def test_a_shard_that_was_changed_on_disk(runs, tmp_path):
     forge(run, edit)
     spoil(tmp_path / "moved/train_000001.bin")
     found = explain(runs / "base", run)
-    assert (found.first, found.exit_code) == ("data", 1), found.text
+    assert (found.verdict, found.first, found.exit_code) == ("changed", "data", 3), found.text
+    assert "The data of B were changed after they were written" in words(found)
     assert "train_000001.bin" in words(found)
 
 
@@ -367,6 +508,151 @@ def test_a_shorter_run_is_equal_up_to_its_end(runs, pair):
     assert "later steps are not compared" in words(found)
 
 
+# Several causes
+
+
+def scaled(rows, field, first):
+    """Multiplies a field by 1.01 in the rows from a step on."""
+    for row in rows:
+        if row["step"] >= first and field in row and "event" not in row:
+            row[field] *= 1.01
+
+
+SEVERAL = {"model.dropout": 0.1, "optim.weight_decay": 0.2, "optim.min_lr": 0.001}
+
+
+def test_of_several_causes_the_first_is_that_of_the_first_difference(pair):
+    """The learning rate can differ by `optim.min_lr` only, after the warm-up of two steps."""
+
+    def edit(rows):
+        for name, value in SEVERAL.items():
+            set_field(rows, name, value)
+        scaled(rows, "lr", 3)
+        scaled(rows, "loss", 4)
+
+    forge(pair[1], edit)
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("optim.min_lr", 1), found.text
+    assert [(each.what, each.step) for each in found.partings] == [
+        ("learning rate", 3),
+        ("loss", 4),
+    ]
+    assert found.explained_by == [["optim.min_lr"]] * 2
+    assert found.causes[0].step == 3
+
+
+def test_causes_that_cannot_be_told_apart(pair):
+    def edit(rows):
+        for name in ("optim.weight_decay", "optim.betas"):
+            set_field(rows, name, FIELDS[name])
+        scaled(rows, "loss", 2)
+
+    forge(pair[1], edit)
+    found = explain(*pair)
+    assert found.explained_by == [["optim.weight_decay", "optim.betas"]], found.text
+    assert "Each explains it, and these numbers do not tell which did." in words(found)
+
+
+def test_an_update_explains_no_loss_of_its_own_step(pair):
+    """The loss of step 1 is that of the initial weights."""
+
+    def edit(rows):
+        set_field(rows, "optim.weight_decay", 0.2)
+        scaled(rows, "loss", 1)
+
+    forge(pair[1], edit)
+    assert (explain(*pair).first, explain(*pair).exit_code) == ("loss", 3)
+
+
+def test_another_tokenizer_is_the_first_cause(pair):
+    """Its losses are of other tokens, so bits per byte are compared."""
+
+    def edit(rows):
+        start = first_row(rows)
+        start.update(tokenizer_sha256="0" * 64, vocab_size=300, data_manifest="1" * 64)
+        start["epoch_size"] += 7
+        start["config"]["data"]["path"] = ["moved/data"]
+        scaled(rows, "val_bits_per_byte", 0)
+        others = {
+            "loss": 7.5,
+            "val_loss": 7.5,
+            "val_tokens": 7,
+            "tokens": 7,
+            "order_digest": "0" * 64,
+        }
+        for row in rows:
+            if "event" not in row:
+                row.update({field: value for field, value in others.items() if field in row})
+
+    forge(pair[1], edit)
+    found = explain(*pair)
+    assert (found.first, found.exit_code) == ("tokenizer", 1), found.text
+    assert [parting.field for parting in found.partings] == ["val_bits_per_byte"]
+    assert [cause.name for cause in found.causes] == ["tokenizer"]
+    assert "differ first in tokenizer (512 tokens (" in words(found)
+    assert "data.path" not in found.ignored
+    assert "The order of the data is the same" not in words(found)
+
+
+def test_other_data_are_in_no_list_of_what_changes_nothing(runs):
+    assert explain(runs / "base", runs / "window").ignored == ["run_name"]
+
+
+def test_a_section_without_settings_is_no_cause(pair):
+    """A setting of a class is one of its own; of two classes, it follows from the class."""
+    assert (
+        "own" not in first_row(all_rows(pair[0]))["config"]
+        or not (first_row(all_rows(pair[0]))["config"]["own"])
+    )
+    forge(pair[1], lambda rows: first_row(rows)["config"].update(own={"times": 3}))
+    assert [cause.name for cause in explain(*pair).causes] == ["own.times"]
+    code = {"name": "wide.py:Wide", "sha256": "0" * 64}
+    forge(pair[1], lambda rows: first_row(rows).update(code=code))
+    assert [cause.name for cause in explain(*pair).causes] == ["code"]
+
+
+def test_steps_that_a_time_has_settled_are_not_the_users(runs, tmp_path):
+    pair = [Path(shutil.copytree(runs / "base", tmp_path / name)) for name in "ab"]
+
+    def settle(rows, steps):
+        """Inserts the event after the row of step 2."""
+        config = json.loads(json.dumps(first_row(rows)["config"]))
+        config["train"]["steps"] = config["optim"]["decay_steps"] = steps
+        first_row(rows)["config"]["train"].update(steps=None, minutes=1.0)
+        first_row(rows)["config"]["optim"]["decay_steps"] = None
+        number = next(n for n, row in enumerate(rows) if row["step"] == 2 and "loss" in row)
+        event = {"event": "length", "step": 2, "steps": steps, "minutes": 1.0, "config": config}
+        rows.insert(number + 1, event)
+
+    def resume(rows):
+        """Adds a start with the steps that were settled."""
+        event = first_row(rows) | {"step": 10, "config": first_row(rows, "length")["config"]}
+        rows.append(event)
+
+    for run, steps in zip(pair, (10, 12), strict=True):
+        forge(run, lambda rows, steps=steps: settle(rows, steps))
+    forge(pair[0], resume)
+    found = explain(*pair)
+    assert [cause.name for cause in found.causes] == ["train.steps"], found.text
+    assert found.ignored == []
+    text = (
+        "differ first in train.steps (10 by train.minutes and 12 by train.minutes, from step 3 on)"
+    )
+    assert text in words(found)
+
+
+def test_values_of_the_rule_for_a_text_are_not_the_users(pair):
+    def edit(rows):
+        command = "scripts/train_gpt2.py --data.path data/mine --optim.warmup_steps 3"
+        first_row(rows)["command"] = command
+        set_field(rows, "optim.lr", 0.02)
+        set_field(rows, "optim.warmup_steps", 3)
+
+    forge(pair[1], edit)
+    origins = {cause.name: cause.origins for cause in explain(*pair).causes}
+    assert origins == {"optim.lr": ("", "own_text"), "optim.warmup_steps": ("", "")}
+
+
 # What is said of a cause
 
 
@@ -380,6 +666,7 @@ def test_the_shard_the_window_and_its_first_step(runs):
     assert windows.startswith("1 of ")
     (loss,) = (parting for parting in found.partings if parting.what == "loss")
     assert (loss.equal_until, loss.step) == (4, 5)
+    assert found.causes[0].step == 5
     assert step == "step 5 is the first that trained on one of them"
 
 
@@ -402,9 +689,9 @@ def test_each_cause_has_its_first_step(runs):
 def test_what_a_difference_follows_from_has_its_effects(runs):
     """A schedule without an end of its own ends with the run."""
     (cause,) = explain(runs / "base", runs / "length").causes
-    assert cause.effects == ("updates", "length")
+    assert cause.effects == ("rate", "length")
     (cause,) = explain(runs / "masks", runs / "masks-micro").causes
-    assert cause.effects == ("updates", "rounding")
+    assert cause.effects == ("model", "rounding")
 
 
 def test_every_field_has_an_effect():
@@ -435,6 +722,32 @@ def test_the_command_prints_json(runs, capsys):
     assert (found["first"], found["exit_code"]) == ("optim.lr", 1)
     assert found["text"] == explain(runs / "base", runs / "lr").text
     assert found["partings"][0]["explained_by"] == ["optim.lr"]
+
+
+def test_runs_at_urls(runs, tmp_path, monkeypatch, capsys):
+    """Copies of rows and checkpoints are compared."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    urls = [mirrored(runs / name, tmp_path / "bucket") for name in ("base", "lr")]
+    config = with_local_runs(ExplainConfig(runs=(urls[0], urls[1]), json=True))
+    assert explain_runs(config) == 1
+    found = json.loads(capsys.readouterr().out)
+    here = explain(runs / "base", runs / "lr").as_json()
+    assert found["partings"] == here["partings"]
+    assert found["checkpoints"] == [5, 10]
+    url = mirrored(runs / "lr", tmp_path / "spoiled")
+    spoil(tmp_path / "spoiled/lr/step-00000010/model.safetensors")
+    spoiled = with_local_runs(ExplainConfig(runs=(url, urls[0])))
+    assert explain(*map(Path, spoiled.runs)).verdict == "changed"
+
+
+def mirrored(run, bucket):
+    """The URL of a copy of a run, as `checkpoint.mirror` makes it."""
+    for file in ("metrics.jsonl", "config.yaml", "status.json"):
+        (bucket / run.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(run / file, bucket / run.name)
+    for checkpoint in (run / "checkpoints").iterdir():
+        shutil.copytree(checkpoint, bucket / run.name / checkpoint.name)
+    return f"file://{bucket}/{run.name}"
 
 
 def test_wrong_input_is_one_line(runs, pair, tmp_path):

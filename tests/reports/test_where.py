@@ -28,6 +28,7 @@ from gpt2_ddp.data.search import TextSearch
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.reports.positions import History
 from gpt2_ddp.reports.where import PastStep, answer_question, find, open_run, spikes, texts_of
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -367,6 +368,81 @@ def test_a_text_that_no_step_has_trained_on(corpus, tmp_path):
     )
 
 
+def small_folder(corpus, folder):
+    """A folder of one short document, of which a step of two windows reads a large part."""
+    folder.mkdir()
+    shutil.copy(corpus / "tokenizer.json", folder)
+    write_shards(folder, "text", {"train": [module_text("keyword")]})
+    return folder
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_text_that_each_pass_has_left_out(corpus, tmp_path, shift):
+    """The first tokens, by shifted windows; the last ones, which fill no window."""
+    folder = small_folder(corpus, tmp_path / "small")
+    stream = TokenStream(folder, read_manifest(folder), "train")
+    windows = len(stream) // SIZE
+    changes = {"data.shift_windows": shift, "data.path": str(folder)}
+    recorder = recorded(folder, tmp_path, steps=windows + 2, **changes)
+    assert recorder.feed.state.position // len(recorder.corpus.sources[0]) == 2
+    run = open_run(recorder.run, (), False)
+    (whole,) = stream.read(np.array([0]), len(stream))
+    trained = {token for read in recorder.reads for token in tokens_of(recorder, read[-1])}
+    left_out = [token for token in range(1, len(stream)) if token not in trained]
+    assert left_out[0] == 1 if shift else left_out[0] > SIZE
+    ends = []
+    for begin, end in runs_of(left_out):
+        text = recorder.corpus.tokenizer.decode(whole[begin:end])
+        place = next(p for p in find(run, text).places if (p.first, p.last) == (begin, end - 1))
+        ends.append((begin, place.why))
+    reasons = dict(ends)
+    if shift:
+        expected = f"but each of the 2 passes over {folder} left these tokens out: with"
+        assert reasons[1].startswith(expected)
+        text = recorder.corpus.tokenizer.decode(whole[1 : left_out[2]])
+    else:
+        expected = "but in no window: the folder's last tokens, which fill no window, are left out"
+        assert [*reasons.values()] == [expected]
+        (begin,) = reasons
+        text = recorder.corpus.tokenizer.decode(whole[begin:])
+    assert ask(recorder.run, text=text)[1].splitlines()[0].startswith(f"in the data, {expected}")
+
+
+def tokens_of(recorder, item):
+    """The positions of a window's tokens."""
+    windows = recorder.corpus.sources[0]
+    (begin,) = windows.starts(np.array([item]))
+    return range(begin, begin + SIZE + 1)
+
+
+def runs_of(numbers):
+    """The ranges (first, after the last) of ascending numbers."""
+    breaks = [n for n in range(1, len(numbers)) if numbers[n] != numbers[n - 1] + 1]
+    for begin, end in itertools.pairwise([0, *breaks, len(numbers)]):
+        yield numbers[begin], numbers[end - 1] + 1
+
+
+def test_a_run_and_data_at_urls(corpus, tmp_path, monkeypatch, capsys):
+    """The command gets copies; the Python function, and `--data`, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    recorder = recorded(corpus, tmp_path)
+    text = texts(recorder, recorder.reads[7][-1])
+    answer = f"step {recorder.reads[7][0]}\n"
+    question = {"run": f"file://{recorder.run}", "text": text}
+    config = with_local_runs(WhereConfig.model_validate(question))
+    assert said(answer_question, config)[1].startswith(answer)
+    url = f"file://{corpus}"
+    assert ask(recorder.run, text=text, data=[url])[1].startswith(answer)
+    recorder.rows[0]["config"]["data"]["path"] = [url]
+    recorder.write()
+    assert ask(recorder.run, text=text)[1].startswith(answer)
+    nothing = f"file://{tmp_path}/nothing"
+    with pytest.raises(UserError, match=r"data.path = file.*cannot be used"):
+        ask(recorder.run, text=text, data=[nothing])
+    with pytest.raises(UserError, match="without credentials"):
+        ask(recorder.run, text=text, data=["s3://key:secret@bucket/data"])
+
+
 def test_what_a_rollback_undid_was_never_trained_on(corpus, tmp_path):
     recorder = recorded(corpus, tmp_path)
     (_, rank, m, row, item) = recorder.reads[-1]
@@ -375,6 +451,9 @@ def test_what_a_rollback_undid_was_never_trained_on(corpus, tmp_path):
     recorder.write()
     answer = gpt2_ddp.where(recorder.run, texts(recorder, item))
     assert answer.text == "in the data, but never trained on: a rollback has undone step 6"
+    assert [place.why for place in answer.places] == [
+        "but a rollback has undone the step that trained on it"
+    ]
     (use,) = (use for use in answer.undone if use.times)
     assert (use.rank, use.micro_batch, use.row, use.undone_at) == (rank, m, row, 4)
 
@@ -452,19 +531,68 @@ def test_the_texts_of_spikes(corpus, tmp_path):
     recorder.train(2)
     recorder.write()
     run = open_run(recorder.run, (), False)
-    first, second, *_ = spikes(run, "grad_norm")
+    first, second, *others = spikes(run, "grad_norm")
     assert (first.past.step, first.value, first.past.undone_at) == (4, None, None)
     assert (second.past.step, second.times, second.past.undone_at) == (13, 9.0, 10)
-    code, out, _ = ask(recorder.run, spike="grad_norm", spikes=2)
+    assert not any(other.stands_out for other in others)
+    code, out, _ = ask(recorder.run, spike="grad_norm", spikes=5)
     assert code == 0
-    printed = json.loads(ask(recorder.run, spike="grad_norm", spikes=2, json=True)[1])["steps"]
+    printed = json.loads(ask(recorder.run, spike="grad_norm", spikes=5, json=True)[1])["steps"]
     assert [(step["step"], step["times"], len(step["windows"])) for step in printed] == [
         (4, None, 2),
         (13, 9.0, 2),
     ]
-    assert "=== step 13: grad_norm 9, 9.00 times the rows around it; undone by the rollback" in out
+    assert "=== step 13: grad_norm 9, 9.00 times the rows before it; undone by the rollback" in out
+    assert out.count("=== step") == 2
     undone = gpt2_ddp.where(recorder.run, next(texts_of(run, second.past, 0)).text[:20])
     assert 13 in {use.step for use in undone.undone}
+
+
+def run_with_losses(corpus, tmp_path, losses, **changes):
+    """A run whose steps have these losses."""
+    recorder = recorded(corpus, tmp_path, steps=len(losses), **changes)
+    for row, loss in zip(recorder.rows[1:], losses, strict=True):
+        row["loss"] = loss
+    recorder.write()
+    return recorder.run
+
+
+def falling(steps):
+    """Losses that fall from 9 to 3, steeply at first, with noise."""
+    rng = random.Random(0)
+    return [3 + 6 * 0.8**step + rng.gauss(0, 0.02) for step in range(steps)]
+
+
+def test_the_first_rows_of_a_falling_loss_are_no_spikes(corpus, tmp_path):
+    """Nor is the noise; the answer says so."""
+    run = run_with_losses(corpus, tmp_path, falling(60), **{"tracking.log_every": 2})
+    code, out, _ = ask(run, spike="loss")
+    assert code == 0
+    first, farthest, rows = out.splitlines()
+    assert first.startswith("no step stands out: none of 55 rows after the warm-up is more than 6")
+    assert farthest.endswith(" prints its texts")
+    assert rows == "one step in 2 has a row (tracking.log_every); others are not known"
+    assert json.loads(ask(run, spike="loss", json=True)[1]) == {"steps": []}
+    assert not any(spike.stands_out for spike in spikes(open_run(run, (), False), "loss"))
+
+
+def test_a_small_spike_of_the_loss_stands_out(corpus, tmp_path):
+    """A tenth of the loss. One in the warm-up is none."""
+    losses = falling(60)
+    losses[39] += 0.3
+    losses[3] += 20
+    run = run_with_losses(corpus, tmp_path, losses, **{"optim.warmup_steps": 10})
+    found = [
+        spike.past.step for spike in spikes(open_run(run, (), False), "loss") if spike.stands_out
+    ]
+    assert found == [40]
+    assert ask(run, spike="loss")[1].startswith("=== step 40: loss 3.27")
+
+
+def test_few_rows_have_no_spike(corpus, tmp_path):
+    run = run_with_losses(corpus, tmp_path, [3.0, 9.0, 3.0, 3.0])
+    few = "no step stands out: no row after the warm-up has 5 rows before it"
+    assert ask(run, spike="loss")[1].startswith(few)
 
 
 def test_the_run_of_two_layouts_that_was_trained(trained):

@@ -389,8 +389,47 @@ def test_help_lists_the_settings_of_a_class(here):
         assert "--own.kind {flat,steep}" in text
     code, text = run_script("train_gpt2", ["--help", "--task", "wide.py:Nothing"])
     assert (code, text.count("error: task = wide.py:Nothing: ")) == (2, 1)
+    for name in ("wide.py", "wide.py:"):
+        code, text = run_script("train_gpt2", ["--help", "--task", name])
+        assert (code, text) == (2, f"error: task = {name}: names no class; write wide.py:CLASS\n")
+    code, text = run_script("train_gpt2", ["--help", "--task", "Wide"])
+    assert "names no class; write FILE.py:CLASS, or MODULE:CLASS\n" in text
     _, text, _ = run_and_read("train_gpt2", ["--help"])
     assert "own" not in text.replace("own_text", "")
+
+
+UNKNOWN = {
+    "--task wide.py:Wide --own.time 2": "error: own.time = 2: unknown key; Wide has own.times",
+    "--task wide.py:Wide --own.times x": "error: own.times = x: should be a whole number",
+    "--task wide.py:Nothing": "error: task = wide.py:Nothing: wide.py has no such class",
+    "--task missing.py:Wide": "error: task = missing.py:Wide: cannot be read (No such file",
+    "--own.times 2": "error: own.times = 2: unknown key; only a class of your own has settings",
+    "--config wide.yaml": "error: own.time = 2: unknown key; Wide has own.times",
+    "--config stranger.yaml": "error: task = stranger.py:Wide: its code was never given on this",
+}
+"""Command lines, and the beginning of the one line that they cause."""
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_a_configuration_is_printed_if_a_training_would_take_it(here, line):
+    (here / "wide.yaml").write_text("task: wide.py:Wide\nown: {time: 2}")
+    (here / "stranger.yaml").write_text("task: stranger.py:Wide\nown: {times: 2}")
+    stranger = FILE.replace("executed", "strange")
+    (here / "stranger.py").write_text(stranger)
+    words = [*line.split(), "--run_name", "new", "--output_dir", str(here)]
+    code, text = run_script("train_gpt2", [*words, "--print_config"])
+    assert (code, text.count("\n")) == (2, 1), text
+    assert text.startswith(UNKNOWN[line]), text
+    assert not (here / "strange").exists()
+
+
+def test_a_configuration_with_settings_is_printed(here):
+    """Also that of a run that is resumed, whose class the training finds."""
+    words = ["--print_config", "--output_dir", str(here), "--own.times", "3"]
+    for more in (["--task", "wide.py:Wide", "--run_name", "new"], ["--run_name", "run"]):
+        code, text, errors = run_and_read("train_gpt2", [*words, *more])
+        assert (code, errors) == (0, "")
+        assert yaml.safe_load(text)["own"] in ({"times": 3}, {"times": "3"})
 
 
 def test_a_sweep_refuses_wrong_settings(here):
