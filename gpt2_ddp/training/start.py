@@ -18,13 +18,14 @@ import shlex
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -53,7 +54,7 @@ from gpt2_ddp.errors import UserError, user_error_of
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.metrics import Metrics, OnRow, Sample
-from gpt2_ddp.records.rows import Outcome
+from gpt2_ddp.records.rows import Outcome, Row
 from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.remote.mirror_process import open_mirror
 from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
@@ -544,10 +545,35 @@ def _record_start(trainer: Trainer) -> None:
         run.accelerator.print(f"note: branches off {branch.parent}")
 
 
+class StartedRow(NamedTuple):
+    """What is known of a row as soon as its step is in the device's queue.
+
+    Attributes:
+        position: its first fields.
+        settings: of the schedule.
+        order_digest: of all items up to it.
+        ends_epoch: whether the step ended an epoch.
+        units: of the step, of all ranks.
+        fields: the task's `row_fields`, if there are any.
+    """
+
+    step: int
+    position: Row
+    settings: dict[str, float]
+    order_digest: str
+    ends_epoch: bool
+    units: int
+    fields: dict[str, float] | None
+
+
 @dataclass(frozen=True)
 class Training:
     """A run that trains, with requests to stop, rows and speed; with `checkpoint.seconds`, an
-    interval of its saves."""
+    interval of its saves.
+
+    Attributes:
+        late_rows: rows that are written once their numbers are known.
+    """
 
     trainer: Trainer
     stop: StopRequest
@@ -555,6 +581,7 @@ class Training:
     throughput: Throughput
     trace: Trace
     interval: SaveInterval | None
+    late_rows: deque[StartedRow] = field(default_factory=deque[StartedRow])
 
     @property
     def run(self) -> OpenRun:
