@@ -25,6 +25,7 @@ PATCHES: dict[str, Mapping[str, object]] = {
         "gpt2_ddp.model.optim:FOREACH_ON": (),
     },
     "documents": {"gpt2_ddp.model.gpt:BLOCK_MASKS_ON": ("cuda",)},
+    "casts": {"gpt2_ddp.model.step_casts:CASTS_ONCE_ON": ("cuda", "cpu")},
 }
 """Attributes of modules, and the values that switch a variant on."""
 SETTINGS: dict[str, Mapping[str, object]] = {

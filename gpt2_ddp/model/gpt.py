@@ -21,6 +21,7 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
 from gpt2_ddp.model.loss import fuses_loss, one_pass_loss
 from gpt2_ddp.model.optim import Role, roles
+from gpt2_ddp.model.step_casts import in_half
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -73,6 +74,8 @@ class GPT(nn.Module):
     """
 
     padding_mask: Tensor | None
+    half_head: Tensor | None = None
+    """Copy of the head's weight (`step_casts`)."""
 
     def __init__(
         self,
@@ -156,8 +159,9 @@ class GPT(nn.Module):
         """The loss of hidden states [B, T, C], as `forward` returns it."""
         rows = self.ln_f(x).flatten(0, 1)
         goals = targets.flatten()
-        weight = (self.lm_head or self.wte).weight
+        weight = self.head_weight
         if fuses_loss(rows, weight, reduction):
+            weight = in_half(weight, self.half_head)
             loss = one_pass_loss(rows, weight, goals, self.vocab_size, self.soft_cap)
             return loss / (goals >= 0).sum() if reduction == "mean" else loss
 
@@ -238,12 +242,17 @@ class GPT(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """Head without its norm: [..., C] -> [..., V]."""
-        weight = (self.lm_head or self.wte).weight
+        weight = in_half(self.head_weight, self.half_head)
         bias = self.padding_mask
         if self.soft_cap is None:
             return F.linear(x, weight, bias)
         share = torch.tanh(F.linear(x / self.soft_cap, weight).float())
         return torch.add(share.new_zeros(()) if bias is None else bias, share, alpha=self.soft_cap)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight [V, C] of the head, which may be the embedding's."""
+        return (self.lm_head or self.wte).weight
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
@@ -251,7 +260,7 @@ class GPT(nn.Module):
 
     def parameter_roles(self) -> dict[Tensor, Role]:
         """The head's role, which may be the embedding."""
-        return {(self.lm_head or self.wte).weight: "head"}
+        return {self.head_weight: "head"}
 
     def num_parameters(self) -> int:
         """Parameters of matrix products and norms, without embeddings that are only looked up

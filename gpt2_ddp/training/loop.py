@@ -270,16 +270,17 @@ def train_step(trainer: Trainer) -> StepResult:
     units = len(step.items) * task.units_per_item
     sums: dict[str, Tensor] = {}
     valid_units = 0
-    for m, batch in enumerate(step.micro_batches):
-        watchdog.heartbeat("forward/backward")
-        seed_micro_batch(task.config.seed, number, m * world + rank)
-        with nullcontext() if batch.last else run.strategy.no_sync(model):
-            losses = named_losses(task.loss(model, batch))
-            optimizer.backward(reduce(add, losses.values()) * (world / units), batch.last)
-        for name, loss in losses.items():
-            sums[name] = sums.get(name, 0) + loss.detach()
-        valid_units += batch.n_valid * task.units_per_item
-        watchdog.heartbeat("step" if batch.last else "data")
+    with trainer.casts.in_use():
+        for m, batch in enumerate(step.micro_batches):
+            watchdog.heartbeat("forward/backward")
+            seed_micro_batch(task.config.seed, number, m * world + rank)
+            with nullcontext() if batch.last else run.strategy.no_sync(model):
+                losses = named_losses(task.loss(model, batch))
+                optimizer.backward(reduce(add, losses.values()) * (world / units), batch.last)
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, 0) + loss.detach()
+            valid_units += batch.n_valid * task.units_per_item
+            watchdog.heartbeat("step" if batch.last else "data")
     due = task.due(number, last=number == run.progress.steps)
     fields = task.row_fields(number) if due.row else None
     grad_norm = run.strategy.clip(trainer.parameters, task.config.optim.grad_clip or math.inf)

@@ -52,6 +52,7 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_ra
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, user_error_of
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
+from gpt2_ddp.model.step_casts import StepCasts, dtype_of_casts
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.metrics import Metrics, OnRow, Sample
 from gpt2_ddp.records.rows import Outcome, Row
@@ -339,6 +340,7 @@ class Trainer:
 
     Attributes:
         model: prepared by Accelerate. `run.task.model` is the plain model.
+        casts: copies of the weights in half precision, for the micro-batches of a step.
         average: of the weights; evaluations, samples and checkpoints have it as the model.
         setup: devices, software and size of the data.
         has_core: whether training leaves a core idle, for background saves.
@@ -348,6 +350,7 @@ class Trainer:
     model: nn.Module
     parameters: list[nn.Parameter]
     optimizer: GuardedOptimizer
+    casts: StepCasts
     average: WeightAverage
     guard: Guard
     setup: Setup
@@ -484,6 +487,7 @@ def build(run: OpenRun, wrap: Callable[[nn.Module], nn.Module] = lambda model: m
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
+        casts=StepCasts(task.model, _cast_once(run)),
         average=WeightAverage(task.model, run.config.average, run.strategy.local),
         guard=Guard(run.config.guard, run.progress.first_step, device),
         setup=Setup(
@@ -501,6 +505,15 @@ def build(run: OpenRun, wrap: Callable[[nn.Module], nn.Module] = lambda model: m
     run.progress.run_id = run.progress.run_id or from_main(uuid.uuid4().hex[:8])
     _record_start(trainer)
     return trainer
+
+
+def _cast_once(run: OpenRun) -> torch.dtype | None:
+    """The dtype to which the weights are cast once a step; None if autocast casts them, or if a
+    step has one micro-batch. Shards are cast as they are gathered."""
+    micro_batches, _ = run.task.feed.micro_batches
+    if micro_batches == 1 or run.config.parallel == "fsdp":
+        return None
+    return dtype_of_casts(run.accelerator.device.type, run.accelerator.mixed_precision)
 
 
 def _resolve_compile(run: OpenRun) -> str:
