@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
-from gpt2_ddp.model.loss import fuses_loss, one_pass_loss
+from gpt2_ddp.model.fp8 import fp8_loss
+from gpt2_ddp.model.loss import fuses_loss, one_pass_loss, trains_in_bf16
 from gpt2_ddp.model.optim import Role, roles
 from gpt2_ddp.model.step_casts import in_half
 
@@ -71,6 +72,7 @@ class GPT(nn.Module):
         vocab_size: ids of the data; the embedding's padding rows above them are never predicted.
         eot: id of end-of-text, the first token of a document; a `document_mask` needs it.
         activation_checkpointing: recomputes each block's activations in the backward pass.
+        fp8_head: multiplies in fp8 in the head, in bf16 training; evaluations stay in bf16.
     """
 
     padding_mask: Tensor | None
@@ -83,12 +85,14 @@ class GPT(nn.Module):
         vocab_size: int,
         eot: int | None = None,
         activation_checkpointing: bool = False,
+        fp8_head: bool = False,
     ):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.eot = eot
         self.activation_checkpointing = activation_checkpointing
+        self.fp8_head = fp8_head
         self.compiles_blocks = False
         padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         kind = ARCHITECTURES[config.architecture]
@@ -160,9 +164,14 @@ class GPT(nn.Module):
         rows = self.ln_f(x).flatten(0, 1)
         goals = targets.flatten()
         weight = self.head_weight
-        if fuses_loss(rows, weight, reduction):
-            weight = in_half(weight, self.half_head)
-            loss = one_pass_loss(rows, weight, goals, self.vocab_size, self.soft_cap)
+        in_fp8 = self.fp8_head and trains_in_bf16(rows, reduction)
+        if in_fp8 or fuses_loss(rows, weight, reduction):
+            in_one_pass = one_pass_loss
+            if in_fp8:
+                in_one_pass = fp8_loss
+            else:
+                weight = in_half(weight, self.half_head)
+            loss = in_one_pass(rows, weight, goals, self.vocab_size, self.soft_cap)
             return loss / (goals >= 0).sum() if reduction == "mean" else loss
 
         def score(rows: Tensor, goals: Tensor, kind: str) -> Tensor:

@@ -52,6 +52,7 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_ra
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, user_error_of
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
+from gpt2_ddp.model.fp8 import check_fp8
 from gpt2_ddp.model.step_casts import StepCasts, dtype_of_casts
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.metrics import Metrics, OnRow, Sample
@@ -167,7 +168,7 @@ def open_run(
         try:
             check_ranks_agree(config.shared)
             device = cast(torch.device, processes.device)  # set by its constructor
-            on_every_rank(partial(check_compiler, config.train.compile, device))
+            on_every_rank(partial(_check_device, config, device))
             folder, log, store = _open_folder(config, lock, watchdog, closing)
             progress = Progress()
             if lock:
@@ -203,6 +204,13 @@ def open_run(
             if error is caught:
                 raise
             raise error from caught
+
+
+def _check_device(config: RunConfig, device: torch.device) -> None:
+    """Raises: UserError if the device lacks what the configuration requires."""
+    check_compiler(config.train.compile, device)
+    if isinstance(config, TrainingConfig) and config.train.fp8_head:
+        check_fp8(device, pick_precision(config.train.mixed_precision, device, "train."))
 
 
 def _report_liveness(watchdog: Watchdog, log: RunLog, progress: Progress) -> None:
