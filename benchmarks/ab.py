@@ -52,9 +52,12 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import make_output_folder, markdown_table, write_json
 from gpt2_ddp.script import run_command
 
+COMPILES_BOTH = "force_non_lazy_backward_lowering"
+"""Setting of torch that compiles the backward pass with the forward pass."""
 READY_SHARE = 0.6
 """Share of the time until which variants may compile. Those that are not ready then are left
 out."""
+MOST_NICE = 10
 TRACED_STEPS = 3
 TRACE_SECONDS = 12
 TRACE_ROWS = 60
@@ -156,10 +159,10 @@ def start_workers(config: ABConfig, names: list[str], folder: Path) -> dict[str,
     context = multiprocessing.get_context("spawn")
     workers = {}
     trainings = {name: training_of(config, name, folder) for name in names}
-    for name, training in trainings.items():
+    for place, (name, training) in enumerate(trainings.items()):
         here, there = context.Pipe()
         process = context.Process(
-            target=work, args=(there, config, name, training, str(folder / "card"))
+            target=work, args=(there, config, name, training, str(folder / "card"), place)
         )
         process.start()
         there.close()
@@ -191,10 +194,17 @@ def training_of(config: ABConfig, name: str, folder: Path) -> TrainingConfig:
 
 
 def work(
-    connection: Connection, config: ABConfig, name: str, training: TrainingConfig, card: str
+    connection: Connection,
+    config: ABConfig,
+    name: str,
+    training: TrainingConfig,
+    card: str,
+    place: int,
 ) -> None:
-    """A variant's process: takes steps whenever it is told to."""
+    """A variant's process: takes steps whenever it is told to. `place`: in the list of variants;
+    the first ones are compiled first, where cores are few."""
     end_with_parent(signal.SIGKILL)
+    os.nice(min(place, MOST_NICE))
     # else all variants would save a checkpoint at the same time, before their first step
     TrainingConfig.rollbacks = 0
     device = pick_device(config.device)
@@ -233,7 +243,12 @@ def take_card(lock: int, device: torch.device, is_compiled: bool) -> None:
         if device.type == "cuda":
             fcntl.flock(lock, fcntl.LOCK_EX)
         return
+    import torch._functorch.config as functorch
     from torch._dynamo.callback import callback_handler
+
+    # else the first backward pass compiles, while the other processes wait for the card
+    if hasattr(functorch, COMPILES_BOTH):
+        setattr(functorch, COMPILES_BOTH, True)
 
     def compiled(*_: object) -> None:
         if device.type == "cuda":

@@ -25,13 +25,18 @@ PATCHES: dict[str, Mapping[str, object]] = {
         "gpt2_ddp.model.optim:FOREACH_ON": (),
     },
     "documents": {"gpt2_ddp.model.gpt:BLOCK_MASKS_ON": ("cuda",)},
+    "casts": {"gpt2_ddp.model.step_casts:CASTS_ONCE_ON": ("cuda", "cpu")},
+    "prompt": {"gpt2_ddp.training.step_rows:LATE_ROWS_ON": ()},
+    "fp8": {"gpt2_ddp.model.fp8:EMULATED_ON": ("cpu",)},
 }
 """Attributes of modules, and the values that switch a variant on."""
 SETTINGS: dict[str, Mapping[str, object]] = {
     "muon": {"optim.name": "muon"},
     "mask": {"model.document_mask": True},
+    "rows": {"tracking.log_every": 1},
+    "fp8": {"train.fp8_head": True},
 }
-"""Fields of the training's configuration that a variant sets."""
+"""Fields of the training's configuration that a variant sets. A name of both tables is a patch."""
 SIZES = {"w64": ("windows", 64), "x8": ("parts", 8)}
 """Windows of a micro-batch, and micro-batches of a step."""
 OTHERS = ("bare", "nanogpt")

@@ -112,6 +112,11 @@ MODULES = {
         ),
         chosen=f"{SUMS} or {STATISTICS}",
     ),
+    "training/step_rows.py": Tested(
+        mutants=8,
+        tests=("training/test_numbers.py", "training/test_late_rows.py", "training/test_losses.py"),
+        chosen="figure or late or row or loss",
+    ),
     "training/optimizer.py": Tested(
         mutants=20,
         tests=("model/test_optim.py", GUARD),

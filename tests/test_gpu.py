@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import get_args
@@ -36,6 +37,7 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import read_json
+from gpt2_ddp.model import fp8
 from gpt2_ddp.output import write_json
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.rows import is_event
@@ -113,6 +115,7 @@ PARTS = {
     "step": ["{step}step --repeats 2 --compile model --micro_batch 32{nanogpt}{short}"],
     "steps": ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"],
     "124M": ["{124M} --run_name 124M"],
+    "fp8": ["{124M} --run_name fp8 --train.fp8_head"],
     "trace": ["tests/test_gpu.py trace {device} {out}{preset}"],
     # what the guarantees cost
     "guards off": ["{124M} --run_name unguarded --guard.sigmas null"],
@@ -167,8 +170,9 @@ FIRSTS = {
 """The first part of each tier; the parts after it are of the same one."""
 TIERS = os.environ.get("GPU_TIERS", " ".join(FIRSTS.values())).split()
 """Tiers of this call."""
-GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
+GPU_ONLY = ("steps", "fp8", "350M", "1558M", "1558M recomputed")
 RATES = {
+    "the head in fp8": ("124M", "fp8"),
     "guards off": ("124M", "unguarded"),
     "saves while training stands still": ("background", "standing"),
 }
@@ -234,6 +238,42 @@ def test_part(part, call):
     record(part, call.get(part, 0.0), failure)
     if failure:
         pytest.fail(failure, pytrace=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("soft_cap", [None, 15.0])
+def test_the_head_in_fp8_is_as_emulated(monkeypatch, soft_cap):
+    """The kernel's products against products of the same fp8 numbers in fp32: loss and gradients,
+    with and without a compiler. Both round logits and the rows' gradient to bf16."""
+    if DEVICE == "cpu":
+        pytest.skip("takes a GPU")
+    device = torch.device(DEVICE)
+    if not torch.cuda.is_available() or fp8.missing_fp8(device):
+        pytest.exit("no CUDA device with fp8 here", 2)
+    generator = torch.Generator(device).manual_seed(0)
+    make = partial(torch.randn, device=device, generator=generator)
+    x = make(4 * fp8.CHUNK + 256, 768, dtype=torch.bfloat16).requires_grad_()
+    weight = (0.05 * make(50304, 768)).requires_grad_()
+    targets = torch.randint(50257, (len(x),), device=device, generator=generator)
+    targets[:100] = -100
+    found = {}
+    for name in ("emulated", "kernel", "compiled"):
+        monkeypatch.setattr(fp8, "EMULATED_ON", ("cuda",) if name == "emulated" else ())
+        loss_of = fp8.fp8_loss
+        if name == "compiled":
+            loss_of = torch.compile(fp8.fp8_loss, dynamic=False, fullgraph=True)
+        loss = loss_of(x, weight, targets, 50257, soft_cap)
+        gradients = torch.autograd.grad(loss, (x, weight))
+        found[name] = loss.detach(), *(gradient.float() for gradient in gradients)
+    for name in ("kernel", "compiled"):
+        apart = [
+            ((own - right).norm() / right.norm()).item()
+            for own, right in zip(found[name], found["emulated"], strict=True)
+        ]
+        print(f"fp8, {name}, soft cap {soft_cap}: loss, rows, weight apart {apart}")
+        # a rounding of a logit to bf16 may differ, and then of its gradient to fp8
+        assert apart[0] < 1e-4
+        assert max(apart[1:]) < 0.02
 
 
 def tier_of(part):
@@ -353,6 +393,7 @@ def findings():
     runs = {
         "bf16 against fp32": ("curve_fp32", "curve_bf16"),
         "sharded against replicas": ("replicated", "sharded"),
+        "the head in fp8 against bf16": ("124M", "fp8"),
     }
     for what, pair in runs.items():
         if found := apart(*pair):

@@ -283,6 +283,10 @@ class OptimConfig(ClipConfig):
         return step <= min(self.decay_begins, changed.decay_begins)
 
 
+FP8_MULTIPLE = 16
+"""Sizes of matrices in fp8 are multiples of it."""
+
+
 class TrainConfig(LoopConfig):
     """The training loop"""
 
@@ -304,6 +308,10 @@ class TrainConfig(LoopConfig):
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more
     arithmetic"""
+    fp8_head: bool = False
+    """multiply in fp8 in the head, forward and backward, on GPUs of compute capability 8.9 or more,
+    in bf16 training; evaluations stay in bf16. It changes the numbers, so a run keeps it; no GPU
+    has measured it yet (docs/benchmarks.md)"""
     init_from: str | None = None
     """source of a new run's weights: a run folder or checkpoint; or, by transformers (extra
     `export`), a folder with config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data
@@ -370,7 +378,14 @@ class TrainingConfig(RunConfig):
 
     kind = "gpt2"
     rollbacks = 3
-    kept = ("seed", "model", "optim", "train.global_batch_tokens", "data.shift_windows")
+    kept = (
+        "seed",
+        "model",
+        "optim",
+        "train.global_batch_tokens",
+        "train.fp8_head",
+        "data.shift_windows",
+    )
     alternatives = (
         ("train.steps", "train.epochs", "train.minutes"),
         ("optim.decay_steps", "optim.earlier_ends"),
@@ -603,6 +618,19 @@ class TrainingConfig(RunConfig):
             hint = f"should be a multiple of model.block_size ({size})"
             most = f"up to {MOST_ITEMS:,} times as much"
             yield "train.global_batch_tokens", tokens, f"{hint}, {most}"
+        if self.train.fp8_head:
+            yield from self._fp8_mistakes()
+
+    def _fp8_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """User errors of a head in fp8; the device is checked when the run starts."""
+        precision = self.train.mixed_precision
+        if precision in ("no", "fp16"):
+            hint = f"needs train.mixed_precision bf16, which is {precision}"
+            yield "train.fp8_head", True, hint
+        sizes = {"model.n_embd": self.model.n_embd, "model.block_size": self.model.block_size}
+        for name, size in sizes.items():
+            if size % FP8_MULTIPLE:
+                yield name, size, f"should be a multiple of {FP8_MULTIPLE}, for train.fp8_head"
 
 
 BUILT_IN = "configs/gpt2_stdlib.yaml"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.export_layout import GPT2_EXPORT, LLAMA_EXPORT, ExportLayout
+from gpt2_ddp.model.step_casts import Linear
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -209,8 +210,8 @@ class Attention(nn.Module):
         self.weights_dropout = config.weights_dropout
         self.layer = layer
         self.shares_keys = config.key_heads < config.n_head
-        self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=kind.norm is None)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=kind.norm is None)
+        self.c_attn = Linear(config.n_embd, sum(self.sizes), bias=kind.norm is None)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=kind.norm is None)
         norm = kind.query_norm or kind.rotated_norm
         self.q_norm, self.k_norm = (norm(size), norm(size)) if norm else (None, None)
         self.rotates_first = kind.rotated_norm is not None
@@ -284,8 +285,8 @@ class MLP(nn.Module):
         self.dropout = config.dropout
         self.activation = kind.activation
         width = mlp_width(config)
-        self.c_fc = nn.Linear(config.n_embd, width * (1 + kind.gated), bias=kind.norm is None)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=kind.norm is None)
+        self.c_fc = Linear(config.n_embd, width * (1 + kind.gated), bias=kind.norm is None)
+        self.c_proj = Linear(width, config.n_embd, bias=kind.norm is None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, C] -> [B, T, C]."""

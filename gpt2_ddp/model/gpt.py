@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
-from gpt2_ddp.model.loss import fuses_loss, one_pass_loss
+from gpt2_ddp.model.fp8 import fp8_loss
+from gpt2_ddp.model.loss import fuses_loss, one_pass_loss, trains_in_bf16
 from gpt2_ddp.model.optim import Role, roles
+from gpt2_ddp.model.step_casts import in_half
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -70,9 +72,12 @@ class GPT(nn.Module):
         vocab_size: ids of the data; the embedding's padding rows above them are never predicted.
         eot: id of end-of-text, the first token of a document; a `document_mask` needs it.
         activation_checkpointing: recomputes each block's activations in the backward pass.
+        fp8_head: multiplies in fp8 in the head, in bf16 training; evaluations stay in bf16.
     """
 
     padding_mask: Tensor | None
+    half_head: Tensor | None = None
+    """Copy of the head's weight (`step_casts`)."""
 
     def __init__(
         self,
@@ -80,12 +85,14 @@ class GPT(nn.Module):
         vocab_size: int,
         eot: int | None = None,
         activation_checkpointing: bool = False,
+        fp8_head: bool = False,
     ):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.eot = eot
         self.activation_checkpointing = activation_checkpointing
+        self.fp8_head = fp8_head
         self.compiles_blocks = False
         padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         kind = ARCHITECTURES[config.architecture]
@@ -156,9 +163,15 @@ class GPT(nn.Module):
         """The loss of hidden states [B, T, C], as `forward` returns it."""
         rows = self.ln_f(x).flatten(0, 1)
         goals = targets.flatten()
-        weight = (self.lm_head or self.wte).weight
-        if fuses_loss(rows, weight, reduction):
-            loss = one_pass_loss(rows, weight, goals, self.vocab_size, self.soft_cap)
+        weight = self.head_weight
+        in_fp8 = self.fp8_head and trains_in_bf16(rows, reduction)
+        if in_fp8 or fuses_loss(rows, weight, reduction):
+            in_one_pass = one_pass_loss
+            if in_fp8:
+                in_one_pass = fp8_loss
+            else:
+                weight = in_half(weight, self.half_head)
+            loss = in_one_pass(rows, weight, goals, self.vocab_size, self.soft_cap)
             return loss / (goals >= 0).sum() if reduction == "mean" else loss
 
         def score(rows: Tensor, goals: Tensor, kind: str) -> Tensor:
@@ -238,12 +251,17 @@ class GPT(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """Head without its norm: [..., C] -> [..., V]."""
-        weight = (self.lm_head or self.wte).weight
+        weight = in_half(self.head_weight, self.half_head)
         bias = self.padding_mask
         if self.soft_cap is None:
             return F.linear(x, weight, bias)
         share = torch.tanh(F.linear(x / self.soft_cap, weight).float())
         return torch.add(share.new_zeros(()) if bias is None else bias, share, alpha=self.soft_cap)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight [V, C] of the head, which may be the embedding's."""
+        return (self.lm_head or self.wte).weight
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
@@ -251,7 +269,7 @@ class GPT(nn.Module):
 
     def parameter_roles(self) -> dict[Tensor, Role]:
         """The head's role, which may be the embedding."""
-        return {(self.lm_head or self.wte).weight: "head"}
+        return {self.head_weight: "head"}
 
     def num_parameters(self) -> int:
         """Parameters of matrix products and norms, without embeddings that are only looked up

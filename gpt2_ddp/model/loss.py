@@ -23,14 +23,20 @@ PART = 2**20
 """Logits of a part: 4 MB in fp32."""
 
 
-def fuses_loss(x: Tensor, weight: Tensor, reduction: str) -> bool:
-    """Whether `one_pass_loss` computes the loss of these hidden states, with the head's weight: in
-    bf16 training, compiled on `FUSED_ON`, or of many logits on `IN_PARTS_ON`. Under fp16, a
-    gradient without the loss scale would underflow. An evaluation needs no gradient."""
+def trains_in_bf16(x: Tensor, reduction: str) -> bool:
+    """Whether the loss of these hidden states is one of bf16 training. Under fp16, a gradient
+    without the loss scale would underflow. An evaluation needs no gradient."""
     kind = x.device.type
     is_training = torch.is_grad_enabled() and reduction != "none"
     is_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
-    if not (is_training and is_bf16):
+    return is_training and is_bf16
+
+
+def fuses_loss(x: Tensor, weight: Tensor, reduction: str) -> bool:
+    """Whether `one_pass_loss` computes the loss of these hidden states, with the head's weight: in
+    bf16 training, compiled on `FUSED_ON`, or of many logits on `IN_PARTS_ON`."""
+    kind = x.device.type
+    if not trains_in_bf16(x, reduction):
         return False
     if torch.compiler.is_compiling():
         return kind in FUSED_ON
@@ -63,7 +69,38 @@ def one_pass_loss(
     return loss
 
 
-class _OnePassLoss(torch.autograd.Function):
+def loss_of_logits(
+    logits: Tensor, targets: Tensor, vocab_size: int, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of logits [N, V], before a soft cap, and its gradient by them
+    [N, V]: both fp32 or wider. Arguments as of `one_pass_loss`. One kernel in compiled code."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    share = torch.tanh(logits) if soft_cap else logits
+    logits = share * soft_cap if soft_cap else logits
+    column = torch.arange(logits.size(1), device=logits.device)
+    # a finite number, as maxima of -inf would need care
+    logits = torch.where(column < vocab_size, logits, torch.finfo(logits.dtype).min)
+    log_share = F.log_softmax(logits, dim=-1)
+    is_target = column == targets[:, None]
+    is_scored = (targets >= 0)[:, None]
+    loss = -torch.where(is_target, log_share, 0.0).sum()  # -100 is no column
+    gradient = torch.where(is_scored, log_share.exp() - is_target.to(logits.dtype), 0.0)
+    if soft_cap:
+        gradient = gradient * (soft_cap * (1 - share * share))
+    return loss, gradient
+
+
+class OnePassFunction(torch.autograd.Function):
+    """A loss whose forward pass saves its gradients by x and weight, its first two inputs of
+    five."""
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, *scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        of_x, of_weight = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
+        return of_x * scale[0], of_weight * scale[0], None, None, None
+
+
+class _OnePassLoss(OnePassFunction):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -74,30 +111,13 @@ class _OnePassLoss(torch.autograd.Function):
         soft_cap: float | None,
     ) -> Tensor:
         logits = x @ weight.mT  # [N, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        share = torch.tanh(logits) if soft_cap else logits
-        logits = share * soft_cap if soft_cap else logits
-        column = torch.arange(len(weight), device=x.device)
-        # a finite number, as maxima of -inf would need care
-        logits = torch.where(column < vocab_size, logits, torch.finfo(logits.dtype).min)
-        log_share = F.log_softmax(logits, dim=-1)
-        is_target = column == targets[:, None]
-        is_scored = (targets >= 0)[:, None]
-        loss = -torch.where(is_target, log_share, 0.0).sum()  # -100 is no column
-        gradient = torch.where(is_scored, log_share.exp() - is_target.to(logits.dtype), 0.0)
-        if soft_cap:
-            gradient = gradient * (soft_cap * (1 - share * share))
+        loss, gradient = loss_of_logits(logits, targets, vocab_size, soft_cap)
         gradient = gradient.to(x.dtype)
         ctx.save_for_backward(gradient @ weight, gradient.mT @ x)
         return loss
 
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        of_x, of_weight = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
-        return of_x * scale[0], of_weight * scale[0], None, None, None
 
-
-class _LossInParts(torch.autograd.Function):
+class _LossInParts(OnePassFunction):
     """As `_OnePassLoss`, some rows after the other. What a part computes stays in the processor's
     cache; operations in place need no other memory."""
 
@@ -135,5 +155,3 @@ class _LossInParts(torch.autograd.Function):
             of_weight += gradient.mT @ x[rows]
         ctx.save_for_backward(of_x, of_weight)
         return loss
-
-    backward = _OnePassLoss.backward

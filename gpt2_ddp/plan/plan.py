@@ -450,8 +450,9 @@ def make_plan(config: PlanConfig) -> Plan:
     machine = find_target(config, world_size())
     training = config.training
     # user errors of the device are those of the GPUs, which have all precisions
+    lacking = [] if machine.is_here else fp8_mistakes(config, machine.device)
     if not machine.is_here:
-        on_cpu = {"device": "cpu", "mixed_precision": "no"}
+        on_cpu = {"device": "cpu", "mixed_precision": "no", "fp8_head": False}
         training = training.model_copy(update={"train": training.train.model_copy(update=on_cpu)})
     precision = config.train.mixed_precision
     with suppress(UserError):  # it is among those of training
@@ -462,11 +463,22 @@ def make_plan(config: PlanConfig) -> Plan:
     base = psutil.Process().memory_info().rss + FIRST_STEP
     peak = None if machine.is_here else (machine.peak or UNKNOWN_PEAK) * MFU * machine.processes
     seen = preflight(training, machine.processes, peak)
+    seen.mistakes = [*lacking, *seen.mistakes]
     if config.own_text:
         config = _completed(config, seen)
     if config.inherited and not seen.model:
         raise UserError.join(seen.mistakes)
     return build_plan(config, machine, precision, seen, base)
+
+
+def fp8_mistakes(config: PlanConfig, gpu: str) -> list[str]:
+    """The user errors of `train.fp8_head` on a GPU of this name; none for an unknown one."""
+    if not config.train.fp8_head:
+        return []
+    if gpu in GPUS and not GPUS[gpu].fp8:
+        hint = f"needs a GPU with fp8, not {gpu}; remove it"
+        return UserError("train.fp8_head", "true", hint).mistakes
+    return []
 
 
 def _completed(config: PlanConfig, seen: Seen) -> PlanConfig:

@@ -108,6 +108,7 @@ EFFECTS: dict[str, tuple[Effect, ...]] = {
     "train.minutes": ("length",),
     "train.global_batch_tokens": ("order", "updates"),
     "train.activation_checkpointing": ("rounding",),
+    "train.fp8_head": ("updates",),  # coarser than the rounding that `evidence` knows
     "train.init_from": ("model",),
     "train.branch_from": ("none",),  # the parent's checkpoint is recorded
     "eval.patience": ("length",),

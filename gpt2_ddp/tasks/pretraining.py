@@ -327,6 +327,8 @@ class Pretraining(Task[TrainingConfig]):
         if end and is_longer and optim.is_over(end) and not self._has_own_schedule:
             zero = f"the learning rate is 0 from step {end:,} on"
             print_line(f"note: {zero}, the end of optim.decay_steps")
+        if self.config.train.fp8_head and self.validates:
+            print_line("note: train.fp8_head is for training; evaluations stay in bf16")
         if note := tokenizer_note(dict(zip(self.config.data.paths, self.manifests, strict=True))):
             print_line(f"note: {note}")
 
@@ -362,7 +364,8 @@ class Pretraining(Task[TrainingConfig]):
     def make_model(self, vocab_size: int, eot: int | None = None) -> GPT:
         """The plain model, which is called like a `GPT`. Arguments: as of `GPT`."""
         config = self.config
-        return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing)
+        train = config.train
+        return GPT(config.model, vocab_size, eot, train.activation_checkpointing, train.fp8_head)
 
     def build_model(self, needs_memory: bool = True) -> None:
         """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not
@@ -386,6 +389,9 @@ class Pretraining(Task[TrainingConfig]):
                 self.model = on_every_rank(make)
         if isinstance(self.model, GPT):
             self.flops_per_unit = self.model.flops_per_token()
+        if config.train.fp8_head and not getattr(self.model, "fp8_head", False):
+            hint = f"make_model of {type(self).__name__} makes a model without it; remove it"
+            raise UserError("train.fp8_head", "true", hint)
         if self._needs_weights:
             on_main(self._load_initial_weights)
 

@@ -4,29 +4,31 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Dense bf16 FLOP/s with fp32 accumulation, in 1e12; memory in GB (1e9 bytes), rounded down."""
+    """Dense bf16 FLOP/s with fp32 accumulation, in 1e12; memory in GB (1e9 bytes), rounded down;
+    whether it multiplies fp8 numbers, which Ampere does not."""
 
     tera: float
     memory: int
+    fp8: bool = True
 
 
 GPUS = {
     # NVIDIA A100 data sheet: 312 | 624 with sparsity
-    "NVIDIA A100-SXM4-40GB": Gpu(312, 40),
-    "NVIDIA A100-SXM4-80GB": Gpu(312, 80),
-    "NVIDIA A100-PCIE-40GB": Gpu(312, 40),
-    "NVIDIA A100 80GB PCIe": Gpu(312, 80),
+    "NVIDIA A100-SXM4-40GB": Gpu(312, 40, fp8=False),
+    "NVIDIA A100-SXM4-80GB": Gpu(312, 80, fp8=False),
+    "NVIDIA A100-PCIE-40GB": Gpu(312, 40, fp8=False),
+    "NVIDIA A100 80GB PCIe": Gpu(312, 80, fp8=False),
     # NVIDIA A800 data sheet: 312 | 624 with sparsity
-    "NVIDIA A800-SXM4-80GB": Gpu(312, 80),
-    "NVIDIA A800 80GB PCIe": Gpu(312, 80),
+    "NVIDIA A800-SXM4-80GB": Gpu(312, 80, fp8=False),
+    "NVIDIA A800 80GB PCIe": Gpu(312, 80, fp8=False),
     # NVIDIA A10 data sheet: 125 | 250 with sparsity
-    "NVIDIA A10": Gpu(125, 24),
+    "NVIDIA A10": Gpu(125, 24, fp8=False),
     # NVIDIA A10G data sheet, by AWS: 70 | 140 with sparsity
-    "NVIDIA A10G": Gpu(70, 24),
+    "NVIDIA A10G": Gpu(70, 24, fp8=False),
     # NVIDIA A30 data sheet: 165 | 330 with sparsity
-    "NVIDIA A30": Gpu(165, 24),
+    "NVIDIA A30": Gpu(165, 24, fp8=False),
     # NVIDIA A40 data sheet: 149.7 | 299.4 with sparsity
-    "NVIDIA A40": Gpu(149.7, 48),
+    "NVIDIA A40": Gpu(149.7, 48, fp8=False),
     # NVIDIA L4 data sheet: 242 with sparsity
     "NVIDIA L4": Gpu(121, 24),
     # NVIDIA L40 data sheet: 181.05 | 362.1 with sparsity
@@ -56,17 +58,17 @@ GPUS = {
     "NVIDIA GB300": Gpu(2500, 279),
     # NVIDIA RTX data sheet: tensor performance 309.7 (A6000), 222.2 (A5000), 153.4 (A4000), with
     # sparsity
-    "NVIDIA RTX A6000": Gpu(154.85, 48),
-    "NVIDIA RTX A5000": Gpu(111.1, 24),
-    "NVIDIA RTX A4000": Gpu(76.7, 16),
+    "NVIDIA RTX A6000": Gpu(154.85, 48, fp8=False),
+    "NVIDIA RTX A5000": Gpu(111.1, 24, fp8=False),
+    "NVIDIA RTX A4000": Gpu(76.7, 16, fp8=False),
     # NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with
     # sparsity: 4 times
     "NVIDIA RTX 6000 Ada Generation": Gpu(364.25, 48),
     "NVIDIA RTX 5000 Ada Generation": Gpu(261.1, 32),
     # NVIDIA Ampere GA102 whitepaper: BF16 with FP32 accumulate
-    "NVIDIA GeForce RTX 3090": Gpu(71, 24),
+    "NVIDIA GeForce RTX 3090": Gpu(71, 24, fp8=False),
     # NVIDIA Ada whitepaper: BF16 with FP32 accumulate
-    "NVIDIA GeForce RTX 3090 Ti": Gpu(80, 24),
+    "NVIDIA GeForce RTX 3090 Ti": Gpu(80, 24, fp8=False),
     "NVIDIA GeForce RTX 4080": Gpu(97.5, 16),
     "NVIDIA GeForce RTX 4090": Gpu(165.2, 24),
     # NVIDIA RTX Blackwell whitepaper: BF16 with FP32 accumulate

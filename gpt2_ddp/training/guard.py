@@ -169,12 +169,27 @@ class StepNumbers(NamedTuple):
     others: dict[str, float]  # sums of further losses, by name
 
 
+class RowNumbers(NamedTuple):
+    """What a row has of the steps since the row before."""
+
+    newest: StepNumbers  # of the row's step
+    losses: LossSum  # of all of them
+    skipped: int  # steps that changed nothing, of the whole run
+
+
+class _Kept(NamedTuple):
+    """What is known of a step whose numbers are on their way."""
+
+    names: list[str]  # of further losses
+    has_row: bool
+
+
 class _Copied(NamedTuple):
     """Numbers of a step of this rank, on their way to the host."""
 
     step: int
     units: int
-    names: list[str]  # of further losses
+    kept: _Kept
     read: Callable[[], list[float]]  # waits for the copy
 
 
@@ -188,6 +203,7 @@ class Guard:
 
     Attributes:
         losses: sums of the losses.
+        rows: numbers of steps that have a row, in their order; who writes a row takes its numbers.
         newest: numbers of the newest step that has them.
         judged: the last step with a verdict.
         first_bad: first of the bad steps in a row; None after a good one.
@@ -207,13 +223,14 @@ class Guard:
         self.norms = RunningStatistics(device) if config.sigmas else None
         self.ordinary = RunningStatistics() if config.sigmas else None
         self.losses = Losses()
+        self.rows = deque[RowNumbers]()
         self.newest: StepNumbers | None = None
         self.problem = ""
         self.divergence = ""
         self.bad_steps = 0
         self.climb = Climb(config.climb)
         self._copied: _Copied | None = None
-        self._summed: list[str] | None = None  # names of further losses in the started sum
+        self._summed: _Kept | None = None  # of the started sum
         self._sum = LateSum()
         self.load_state_dict(GuardState())
 
@@ -240,12 +257,12 @@ class Guard:
             self.norms.add(norm, good)
         return (~good).float()
 
-    def add(self, step: int, units: int, numbers: StepTensors) -> None:
+    def add(self, step: int, units: int, numbers: StepTensors, has_row: bool = False) -> None:
         """Takes this rank's numbers of a step; its losses are of `units`."""
         self._advance()
         *flags_and_norm, losses = numbers
         values = torch.stack([*flags_and_norm, *losses.values()])  # one copy for all
-        self._copied = _Copied(step, units, [*losses][1:], copy_to_host(values))
+        self._copied = _Copied(step, units, _Kept([*losses][1:], has_row), copy_to_host(values))
 
     def flush(self) -> StepNumbers | None:
         """`newest`, once the numbers of all steps are known. Collective; waits for the device."""
@@ -260,13 +277,15 @@ class Guard:
         self._summed = None
         if self._copied:
             self._start_sum(self._copied)
-            self._summed = self._copied.names
+            self._summed = self._copied.kept
             self._copied = None
         if summed is not None:
             values = self._sum.result()
             known = len(StepSums._fields)
-            others = zip(summed, values[known:], strict=True)
-            self._count(StepSums(*values[:known]), dict(others))
+            others = zip(summed.names, values[known:], strict=True)
+            numbers = self._count(StepSums(*values[:known]), dict(others))
+            if summed.has_row:
+                self._end_row(numbers)
 
     def _start_sum(self, copied: _Copied) -> None:
         bad, skipped, grad_norm, loss, *others = copied.read()
@@ -283,12 +302,13 @@ class Guard:
         )
         self._sum.start([*sums, *others])
 
-    def _count(self, sums: StepSums, others: dict[str, float]) -> None:
+    def _count(self, sums: StepSums, others: dict[str, float]) -> StepNumbers:
         """Takes the sums of a step over all ranks."""
         mean = sums.loss / sums.units if sums.valid == sums.units else math.nan
         # what is equal on all ranks is divided without rounding
         step = round(sums.step / sums.ranks)
-        self.newest = StepNumbers(step, sums.grad_norm / sums.ranks, mean, others)
+        numbers = StepNumbers(step, sums.grad_norm / sums.ranks, mean, others)
+        self.newest = numbers
         self._unjudged.append(Unjudged(step, mean, sums.bad > 0))
         trained = LossSum(sums.loss, round(sums.valid), round(sums.units))
         losses = self.losses
@@ -298,12 +318,12 @@ class Guard:
         unchanged = LossSum(units=trained.units)
         losses.epoch = _added(losses.epoch, unchanged if is_skipped else trained)
         losses.skipped += is_skipped
+        return numbers
 
-    def end_row(self) -> LossSum:
-        """The losses since the row before, as a row is written."""
-        sums = self.losses.since_row
+    def _end_row(self, newest: StepNumbers) -> None:
+        """Keeps the numbers of a row, before those of a later step are added."""
+        self.rows.append(RowNumbers(newest, self.losses.since_row, self.losses.skipped))
         self.losses.since_row = LossSum()
-        return sums
 
     def end_epoch(self) -> float:
         """The mean loss of the epoch, which ends. Collective."""
@@ -382,6 +402,7 @@ class Guard:
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned."""
+        self.rows.clear()
         self.judged = state.judged
         self.first_bad = state.first_bad
         self._unjudged = deque(state.unjudged)

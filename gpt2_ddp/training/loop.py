@@ -4,6 +4,7 @@ train           opens, builds and starts a run, and finishes it
   train_loop    the remaining steps, each followed by what is pending
     next_step
       train_step      forward, backward, clip, step
+      write_known_rows  on GPUs, those of steps before
       poll_save, interval.forecast, stop.check, guard.judge
       roll_back       after too many bad steps
     finish_pending    evaluates, writes the row, samples, saves
@@ -44,8 +45,16 @@ from gpt2_ddp.training.start import (
     open_run,
     start,
 )
+from gpt2_ddp.training.step_rows import (
+    complete_row,
+    position_of,
+    rows_are_late,
+    start_row,
+    write_known_rows,
+    write_late_rows,
+)
 from gpt2_ddp.training.stop import Interrupted, StopRequest
-from gpt2_ddp.training.task import Due, MakeTask, check_numbers
+from gpt2_ddp.training.task import Due, MakeTask
 from gpt2_ddp.training.trace import save_memory
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
@@ -125,7 +134,7 @@ def train_loop(training: Training) -> Ending:
     progress = run.progress
     length = RunLength(training) if progress.steps is None else None  # train.minutes
     if progress.is_new:  # a rollback may need a checkpoint
-        row = _position(run)
+        row = position_of(run)
         progress.pending = Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)
     elif progress.pending:  # a resumed run saves again once this is done
         progress.pending.save = True
@@ -141,6 +150,7 @@ def train_loop(training: Training) -> Ending:
             length.follow()
         pending = progress.pending
         if pending or pending.save or training.stop.is_agreed:
+            write_late_rows(training)
             with training.throughput.paused():
                 if ending := finish_pending(training):
                     return ending
@@ -260,19 +270,19 @@ def train_step(trainer: Trainer) -> StepResult:
     units = len(step.items) * task.units_per_item
     sums: dict[str, Tensor] = {}
     valid_units = 0
-    for m, batch in enumerate(step.micro_batches):
-        watchdog.heartbeat("forward/backward")
-        seed_micro_batch(task.config.seed, number, m * world + rank)
-        with nullcontext() if batch.last else run.strategy.no_sync(model):
-            losses = named_losses(task.loss(model, batch))
-            optimizer.backward(reduce(add, losses.values()) * (world / units), batch.last)
-        for name, loss in losses.items():
-            sums[name] = sums.get(name, 0) + loss.detach()
-        valid_units += batch.n_valid * task.units_per_item
-        watchdog.heartbeat("step" if batch.last else "data")
+    with trainer.casts.in_use():
+        for m, batch in enumerate(step.micro_batches):
+            watchdog.heartbeat("forward/backward")
+            seed_micro_batch(task.config.seed, number, m * world + rank)
+            with nullcontext() if batch.last else run.strategy.no_sync(model):
+                losses = named_losses(task.loss(model, batch))
+                optimizer.backward(reduce(add, losses.values()) * (world / units), batch.last)
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, 0) + loss.detach()
+            valid_units += batch.n_valid * task.units_per_item
+            watchdog.heartbeat("step" if batch.last else "data")
     due = task.due(number, last=number == run.progress.steps)
-    has_row = due.log or due.evaluate
-    fields = task.row_fields(number) if has_row else None
+    fields = task.row_fields(number) if due.row else None
     grad_norm = run.strategy.clip(trainer.parameters, task.config.optim.grad_clip or math.inf)
     settings = task.schedule(number)
     skipped = trainer.guard.judge_gradient(grad_norm)
@@ -282,7 +292,7 @@ def train_step(trainer: Trainer) -> StepResult:
     run.progress.step = number
     if task.feed.skipped_end:  # no step ended that epoch
         trainer.guard.end_epoch()
-    trainer.guard.add(number, valid_units, StepTensors(bad, skipped, grad_norm, sums))
+    trainer.guard.add(number, valid_units, StepTensors(bad, skipped, grad_norm, sums), due.row)
     return StepResult(sums, settings, units, due, fields)
 
 
@@ -299,6 +309,9 @@ def next_step(training: Training) -> str:
         recorded = training.trace.around(step, run.progress.steps, training.throughput)
         with recorded, training.stop.timed("step"):
             result = train_step(training.trainer)
+            write_known_rows(training)
+            if rows_are_late(training):
+                training.throughput.follow(run.step)
             poll_save(run, training.stop)
             if interval:
                 interval.forecast(run.step)
@@ -314,8 +327,19 @@ def next_step(training: Training) -> str:
         if problem:
             return problem
     due = result.due
-    row = finite(_row(training, result)) if due.log or due.evaluate else {}
     save = due.save or (interval is not None and interval.is_due(run.step))
+    is_last = run.step == run.progress.steps
+    is_alone = not (due.evaluate or due.sample or save or feed.ended_epoch or is_last)
+    row: Row = {}
+    if due.row:
+        started = start_row(run, result.settings, result.units, result.fields)
+        if rows_are_late(training) and is_alone:
+            training.late_rows.append(started)
+        else:
+            run.watchdog.heartbeat("all-reduce")
+            guard.flush()
+            write_known_rows(training)
+            row = finite(complete_row(training, started))
     run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=save)
     return ""
 
@@ -353,49 +377,6 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
         torch.mps.manual_seed(value)
 
 
-def _position(run: OpenRun) -> Row:
-    """The first fields of a row: step, epoch, and units trained on."""
-    task = run.task
-    feed = task.feed
-    epoch = round(feed.state.position / len(feed.order), 4)
-    row = {"step": run.step, "epoch": epoch, task.unit: feed.state.consumed * task.units_per_item}
-    return row | feed.order.by_source(feed.state, task.unit, task.units_per_item)
-
-
-def _row(training: Training, result: StepResult) -> Row:
-    """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the
-    device."""
-    run = training.run
-    guard = training.trainer.guard
-    feed = run.task.feed
-    scores = run.progress.scores
-    run.watchdog.heartbeat("all-reduce")
-    numbers = guard.flush()
-    losses = guard.end_row()
-    assert numbers, "a step was taken"
-    row: Row = {
-        **_position(run),
-        "loss": numbers.loss,
-        "loss_mean": losses.mean,
-    }
-    not_finite = losses.units - losses.valid
-    if not_finite:
-        row["not_finite"] = not_finite
-    row |= result.settings
-    row["grad_norm"] = numbers.grad_norm
-    row["skipped"] = guard.losses.skipped
-    row |= training.throughput.read()
-    row["order_digest"] = feed.state.order_digest
-    if feed.ended_epoch:
-        scores["train_loss"] = row["train_loss"] = guard.end_epoch()
-    others = {name: total / result.units for name, total in numbers.others.items()}
-    if others:
-        row |= check_numbers("loss", others, row | scores)
-    if result.fields is not None:
-        row |= check_numbers("row_fields", result.fields, row | scores)
-    return row
-
-
 def roll_back(training: Training) -> str:
     """Loads the newest checkpoint from before the divergence, and skips the data read since.
     Collective. Returns why it cannot, if no rollback or no good checkpoint is left; else an empty
@@ -408,6 +389,7 @@ def roll_back(training: Training) -> str:
     end = feed.state.position
     rollbacks = progress.rollbacks
     problem = guard.divergence
+    write_late_rows(training)
     training.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
     good = run.store.newest(guard.last_good)

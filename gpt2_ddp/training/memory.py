@@ -22,6 +22,7 @@ from gpt2_ddp.distributed.ranks import control_group, gather
 from gpt2_ddp.evaluation.evaluate import BATCH
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.compiled import PAYS_ON_CPUS, resolve_compile
+from gpt2_ddp.model.fp8 import CHUNK, COMPILED_CHUNK
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
 from gpt2_ddp.model.loss import FUSED_ON, IN_PARTS_ON, MOST_LOGITS, PART
 from gpt2_ddp.model.optim import build_optimizer, state_names
@@ -204,14 +205,22 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     """fp32: logits and log-softmax; in the backward pass the gradients of both and log-softmax, and
     tanh of capped logits. In half precision: logits in half and in fp32, and log-softmax. Compiled
     for a GPU: logits, in whose place their gradients come; in one pass, beside them. In parts on a
-    CPU: a part in both precisions, and the gradients of the head and of its input."""
+    CPU: a part in both precisions, and the gradients of the head and of its input. In fp8: a chunk
+    of logits and of their gradients, and the head's."""
     model = setting.config.model
     train = setting.config.train
+    is_compiled = setting.kind == "cuda" and train.compile != "off"
+    if trains and train.fp8_head:
+        # bf16 logits and their gradients in fp8, in rows and in columns; without a compiler also
+        # five fp32 tensors; the head in fp8, in both ways, and its gradient
+        chunk = min(tokens, COMPILED_CHUNK if is_compiled else CHUNK)
+        each = 4.0 if is_compiled else 24.0
+        return each * chunk * setting.vocab_size + 6.0 * setting.vocab_size * model.n_embd
     is_many = tokens * setting.vocab_size > MOST_LOGITS
     is_eager = setting.kind in IN_PARTS_ON and train.compile in ("off", "auto")
     if trains and setting.precision == "bf16" and is_eager and is_many:
         return 10.0 * PART + 4.0 * setting.vocab_size * model.n_embd + 2.0 * tokens * model.n_embd
-    if setting.kind == "cuda" and train.compile != "off":
+    if is_compiled:
         is_one_pass = trains and setting.kind in FUSED_ON and setting.precision == "bf16"
         return float(setting.number_bytes * tokens * setting.vocab_size * (1 + is_one_pass))
     chunk = min(tokens, LOSS_CHUNK) if setting.kind == "cuda" else tokens

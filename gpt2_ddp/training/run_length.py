@@ -17,6 +17,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.training.start import Training
+from gpt2_ddp.training.step_rows import write_late_rows
 from gpt2_ddp.training.stop import KEPT
 
 TIMED = 64
@@ -108,6 +109,7 @@ class RunLength:
         length = on_main(self._first_length if is_first else self._better_length)
         if length is None:
             return
+        write_late_rows(self._training)  # they are of steps before
         before = run.progress.steps
         run.task.set_steps(length.steps, run.step)
         run.progress.steps = length.steps

@@ -18,13 +18,14 @@ import shlex
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -51,9 +52,11 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_ra
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, user_error_of
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
+from gpt2_ddp.model.fp8 import check_fp8
+from gpt2_ddp.model.step_casts import StepCasts, dtype_of_casts
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.metrics import Metrics, OnRow, Sample
-from gpt2_ddp.records.rows import Outcome
+from gpt2_ddp.records.rows import Outcome, Row
 from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.remote.mirror_process import open_mirror
 from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
@@ -165,7 +168,7 @@ def open_run(
         try:
             check_ranks_agree(config.shared)
             device = cast(torch.device, processes.device)  # set by its constructor
-            on_every_rank(partial(check_compiler, config.train.compile, device))
+            on_every_rank(partial(_check_device, config, device))
             folder, log, store = _open_folder(config, lock, watchdog, closing)
             progress = Progress()
             if lock:
@@ -201,6 +204,13 @@ def open_run(
             if error is caught:
                 raise
             raise error from caught
+
+
+def _check_device(config: RunConfig, device: torch.device) -> None:
+    """Raises: UserError if the device lacks what the configuration requires."""
+    check_compiler(config.train.compile, device)
+    if isinstance(config, TrainingConfig) and config.train.fp8_head:
+        check_fp8(device, pick_precision(config.train.mixed_precision, device, "train."))
 
 
 def _report_liveness(watchdog: Watchdog, log: RunLog, progress: Progress) -> None:
@@ -338,6 +348,7 @@ class Trainer:
 
     Attributes:
         model: prepared by Accelerate. `run.task.model` is the plain model.
+        casts: copies of the weights in half precision, for the micro-batches of a step.
         average: of the weights; evaluations, samples and checkpoints have it as the model.
         setup: devices, software and size of the data.
         has_core: whether training leaves a core idle, for background saves.
@@ -347,6 +358,7 @@ class Trainer:
     model: nn.Module
     parameters: list[nn.Parameter]
     optimizer: GuardedOptimizer
+    casts: StepCasts
     average: WeightAverage
     guard: Guard
     setup: Setup
@@ -483,6 +495,7 @@ def build(run: OpenRun, wrap: Callable[[nn.Module], nn.Module] = lambda model: m
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
+        casts=StepCasts(task.model, _cast_once(run)),
         average=WeightAverage(task.model, run.config.average, run.strategy.local),
         guard=Guard(run.config.guard, run.progress.first_step, device),
         setup=Setup(
@@ -500,6 +513,15 @@ def build(run: OpenRun, wrap: Callable[[nn.Module], nn.Module] = lambda model: m
     run.progress.run_id = run.progress.run_id or from_main(uuid.uuid4().hex[:8])
     _record_start(trainer)
     return trainer
+
+
+def _cast_once(run: OpenRun) -> torch.dtype | None:
+    """The dtype to which the weights are cast once a step; None if autocast casts them, or if a
+    step has one micro-batch. Shards are cast as they are gathered."""
+    micro_batches, _ = run.task.feed.micro_batches
+    if micro_batches == 1 or run.config.parallel == "fsdp":
+        return None
+    return dtype_of_casts(run.accelerator.device.type, run.accelerator.mixed_precision)
 
 
 def _resolve_compile(run: OpenRun) -> str:
@@ -544,10 +566,35 @@ def _record_start(trainer: Trainer) -> None:
         run.accelerator.print(f"note: branches off {branch.parent}")
 
 
+class StartedRow(NamedTuple):
+    """What is known of a row as soon as its step is in the device's queue.
+
+    Attributes:
+        position: its first fields.
+        settings: of the schedule.
+        order_digest: of all items up to it.
+        ends_epoch: whether the step ended an epoch.
+        units: of the step, of all ranks.
+        fields: the task's `row_fields`, if there are any.
+    """
+
+    step: int
+    position: Row
+    settings: dict[str, float]
+    order_digest: str
+    ends_epoch: bool
+    units: int
+    fields: dict[str, float] | None
+
+
 @dataclass(frozen=True)
 class Training:
     """A run that trains, with requests to stop, rows and speed; with `checkpoint.seconds`, an
-    interval of its saves."""
+    interval of its saves.
+
+    Attributes:
+        late_rows: rows that are written once their numbers are known.
+    """
 
     trainer: Trainer
     stop: StopRequest
@@ -555,6 +602,7 @@ class Training:
     throughput: Throughput
     trace: Trace
     interval: SaveInterval | None
+    late_rows: deque[StartedRow] = field(default_factory=deque[StartedRow])
 
     @property
     def run(self) -> OpenRun:

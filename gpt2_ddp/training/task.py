@@ -42,6 +42,11 @@ class Due(NamedTuple):
     save: bool = False
     sample: bool = False
 
+    @property
+    def row(self) -> bool:
+        """Whether the step has a row; an evaluation's scores join it."""
+        return self.log or self.evaluate
+
 
 # covariant: only the task itself replaces its configuration, by one of the same class
 ConfigT = TypeVar("ConfigT", bound=RunConfig, covariant=True)

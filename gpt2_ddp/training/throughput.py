@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import accelerate
 import psutil
@@ -25,6 +25,24 @@ from gpt2_ddp.training.gpus import peak_flops
 from gpt2_ddp.training.task import Task
 
 
+class Mark(NamedTuple):
+    """A moment of the training.
+
+    Attributes:
+        time: of `time.perf_counter`.
+        consumed: items of the steps until then.
+        waited: seconds that these steps waited for data.
+    """
+
+    time: float
+    consumed: int
+    waited: float
+
+
+MARKS = 3
+"""Steps whose marks are kept: more than a late row needs."""
+
+
 class Throughput:
     """Units (tokens, samples) per second of training, without pauses. All ranks must create it
     together."""
@@ -37,20 +55,34 @@ class Throughput:
 
     def restart(self) -> None:
         """Starts a new measurement."""
-        feed = self.task.feed
-        self._start = time.perf_counter()
-        self._consumed = feed.state.consumed
-        self._waited = feed.waited
+        self._begin = self._now()
+        self._queued: Mark | None = None  # of the newest step, which may wait for the device
+        self._completed: dict[int, Mark] = {}  # by step
 
-    def read(self) -> dict[str, float | None]:
-        """A row's speed since the last call: units per second, MFU (None if a device's peak is
-        unknown), and the share of time spent waiting for data. Also this process's memory in bytes.
-        The device must be idle."""
+    def _now(self) -> Mark:
         feed = self.task.feed
-        seconds = time.perf_counter() - self._start
-        waited = feed.waited - self._waited
-        speed = (feed.state.consumed - self._consumed) * self.task.units_per_item / seconds
-        self.restart()
+        return Mark(time.perf_counter(), feed.state.consumed, feed.waited)
+
+    def follow(self, step: int) -> None:
+        """Notes, for a late row, that a step is in the device's queue, and the one before is
+        complete."""
+        now = self._now()
+        if self._queued:
+            self._completed[step - 1] = self._queued._replace(time=now.time)
+        self._completed.pop(step - 1 - MARKS, None)
+        self._queued = now
+
+    def read(self, step: int | None = None) -> dict[str, float | None]:
+        """A row's speed since the row before: units per second, MFU (None if a device's peak is
+        unknown), and the share of time spent waiting for data. Also this process's memory in bytes.
+        Up to now, when the device must be idle; or up to the end of a step that was followed by
+        others."""
+        end = self._now() if step is None else self._completed.get(step) or self._now()
+        begin = self._begin
+        seconds = end.time - begin.time
+        waited = end.waited - begin.waited
+        speed = (end.consumed - begin.consumed) * self.task.units_per_item / seconds
+        self._begin = end
         fields: dict[str, float | None] = {f"{self.task.unit}_per_second": round(speed, 1)}
         if self.task.flops_per_unit:
             fields["mfu"] = speed * self.task.flops_per_unit / self.peak if self.peak else None
@@ -67,10 +99,14 @@ class Throughput:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
         start = time.perf_counter()
-        measured_since = self._start
+        begin = self._begin
         yield
-        if self._start == measured_since:  # a rollback starts a new measurement
-            self._start += time.perf_counter() - start
+        if self._begin is not begin:  # a rollback starts a new measurement
+            return
+        pause = time.perf_counter() - start
+        self._begin = begin._replace(time=begin.time + pause)
+        for step, mark in self._completed.items():
+            self._completed[step] = mark._replace(time=mark.time + pause)
 
 
 def device_name(device: torch.device) -> str:

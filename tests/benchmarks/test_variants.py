@@ -32,8 +32,8 @@ def found_of(**rates):
 
 def test_a_name_joins_variants_and_its_baseline_has_the_same_sizes_without_patches():
     assert (variants.split_name("A"), variants.split_name("A+loss+x8")) == ([], ["loss", "x8"])
-    names = ("A", "loss", "mask+gelu+x8", "w64+x8+nanogpt")
-    assert [*map(variants.baseline_of, names)] == ["A", "A", "mask+x8", "w64+x8"]
+    names = ("A", "loss", "mask+gelu+x8", "w64+x8+nanogpt", "w64+fp8")
+    assert [*map(variants.baseline_of, names)] == ["A", "A", "mask+x8", "w64+x8", "w64"]
     with pytest.raises(UserError, match="lots"):
         variants.split_name("loss+lots")
 
@@ -150,6 +150,20 @@ def test_the_gate_compares_losses_norms_and_weights(tmp_path):
         gate.near(tmp_path / "one", tmp_path / name)["passed"] for name in ("one", "near", "far")
     ]
     assert verdicts == [True, True, False]
+    # a norm that is far apart, as is that of a run that differs by rounding
+    for name, norm in (("rounded", 1.1), ("apart", 1.19), ("beyond", 1.21)):
+        (tmp_path / name).mkdir()
+        row = {"step": 1, "loss": 3.0, "grad_norm": norm}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    one, rounded, apart, beyond = (
+        tmp_path / name for name in ("one", "rounded", "apart", "beyond")
+    )
+    assert not gate.near(one, apart)["passed"]
+    found = gate.near(one, apart, one, rounded)
+    assert found["passed"]
+    assert_close(found["grad_norm_by_rounding"]["mean"], 0.1, 1e-9)
+    assert not gate.near(one, beyond, one, rounded)["passed"]
+    assert not gate.near(one, tmp_path / "far", one, rounded)["passed"]
     assert [
         gate.equal(tmp_path / "one", tmp_path / name)["passed"] for name in ("one", "near")
     ] == [True, False]

@@ -176,6 +176,16 @@ def test_a_loss_in_one_pass_has_its_gradient_beside_the_logits(monkeypatch):
     assert estimate(setting(precision="fp16")).parts["logits"] == logits
 
 
+@pytest.mark.parametrize(("how", "chunk", "each"), [("auto", 16_384, 4), ("off", 2_048, 24)])
+def test_a_head_in_fp8_has_chunks_of_logits(how, chunk, each):
+    """Logits and their gradients, and the head in fp8 by rows and columns, with its gradient."""
+    config = memory_config(compile=how, fp8_head=True, micro_batch_size=64)
+    parts = estimate(setting(config=config, micro_batch=64, validates=False)).parts
+    assert parts["logits"] == each * chunk * IDS + 6 * IDS * 768
+    small = estimate(setting(config=config, micro_batch=1, validates=False)).parts
+    assert small["logits"] == each * min(chunk, 1024) * IDS + 6 * IDS * 768
+
+
 def test_memory_by_part():
     memory = estimate(setting())
     n = 16 * 1024
@@ -512,6 +522,19 @@ def test_sharded_presets_fit_where_ddp_does_not(planned, preset, gpu):
     assert planned(preset, gpu, "--launch.replicas", "2").refused == []
     (error,) = planned(preset, gpu, "--launch.replicas", "3").refused
     assert error.startswith("launch.replicas = 3: ")
+
+
+def test_a_head_in_fp8_is_refused_where_a_gpu_lacks_it(planned):
+    for gpu, refused in (("A100-SXM4-80GB", True), ("H100 80GB HBM3", False)):
+        plan = planned("gpt2_124m", gpu, "--train.fp8_head")
+        words = "train.fp8_head = true: needs a GPU with fp8, not NVIDIA A100-SXM4-80GB; remove it"
+        assert plan.refused == ([words] if refused else [])
+        less = planned("gpt2_124m", gpu).memory.parts["logits"]
+        assert plan.memory.parts["logits"] < less
+    # this machine's CPU is refused as a training is
+    here = make_plan(load(PlanConfig, ["--config", "configs/gpt2_124m.yaml", "--train.fp8_head"]))
+    needed = "train.fp8_head = true: needs a GPU of compute capability 8.9 or more, not cpu"
+    assert here.refused[0].startswith(needed)
 
 
 def test_a_plan_follows_accelerate_config(planned, monkeypatch):

@@ -1,6 +1,7 @@
 """The training loop: equal to a hand-written one, and
 for every way of splitting its steps over processes."""
 
+import gc
 import math
 import os
 import shutil
@@ -180,6 +181,29 @@ def test_processes_times_accumulation(corpus, tmp_path):
             assert (first, later) == (model, 3 * model)
         found.append(rows(tmp_path / str(world) / "run")[1:])
     assert_alike(*found)
+
+
+def test_steps_leave_nothing_for_the_garbage_collector(corpus, tmp_path, monkeypatch):
+    """So no collection of old objects, a tenth of a second, is ever due."""
+    changes = {"train.steps": 20, "train.mixed_precision": "no", "model.n_layer": 1}
+    changes |= {"eval.every": 100, "checkpoint.every": 100, "tracking.log_every": 3}
+    config = training_config(corpus, tmp_path, changes)
+    garbage = []
+    step = loop.train_step
+
+    def train_step(trainer):
+        if trainer.run.step in (5, 15):
+            gc.disable()
+            garbage.append(gc.collect())
+        return step(trainer)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    try:
+        train(config)
+    finally:
+        gc.enable()
+    assert len(garbage) == 2
+    assert garbage[1] == 0
 
 
 def test_a_step_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
