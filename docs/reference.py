@@ -46,7 +46,7 @@ GROUPS = {
     ),
     "use": ("generate", "evaluate", "export_hf", "import_hf"),
     "look": ("status", "report", "explain", "where", "verify_run"),
-    "plan": ("plan", "sweep", "check_cluster", "compare_parallel"),
+    "plan": ("plan", "ladder", "sweep", "check_cluster", "compare_parallel"),
     "learn": ("ddp_lab",),
 }
 TITLES = {

@@ -45,6 +45,7 @@ python -m benchmarks
 runs/nodrop/
 --output runs/compare_again
 scripts/compare_parallel.py$
+scripts/ladder.py
 runs/stdlib-muon
 --config configs/jobs/cifar100_resnet18.yaml
 --config configs/data_stdlib.yaml

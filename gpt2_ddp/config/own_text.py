@@ -256,9 +256,7 @@ def _step(
     """Batch, learning rates, warm-up, and the steps between evaluations, checkpoints, rows and
     samples."""
     context = shape["model.block_size"]
-    power = round(math.log2(SMALLEST_BATCH * max(tokens / WORK_TOKENS, 1) ** BATCH_GROWTH))
-    windows = max(2**power // context, ranks, 1)
-    batch = given.get("train.global_batch_tokens", windows * context)
+    batch = given.get("train.global_batch_tokens", batch_tokens(tokens, context, ranks))
     steps = tokens / batch
     scale = (192 / shape["model.n_embd"]) ** 0.5
     every = _round(steps / EVALUATIONS)
@@ -274,6 +272,13 @@ def _step(
         "tracking.log_every": _round(steps / ROWS),
         "tracking.sample_every": every * EVALUATIONS // 2,
     }
+
+
+def batch_tokens(tokens: float, context: int, ranks: int = 1) -> int:
+    """Tokens of a step of a run of so many tokens: windows of `context` tokens, one for each rank
+    or more."""
+    power = round(math.log2(SMALLEST_BATCH * max(tokens / WORK_TOKENS, 1) ** BATCH_GROWTH))
+    return max(2**power // context, ranks, 1) * context
 
 
 def _round(number: float) -> int:

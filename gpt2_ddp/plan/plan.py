@@ -3,14 +3,14 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -30,6 +30,8 @@ from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision
 from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.evaluation.forecast import from_record
+from gpt2_ddp.evaluation.ladder import describe_interval, expectation_of, find_ladder
 from gpt2_ddp.model.gpt import without_init
 from gpt2_ddp.output import check_can_make
 from gpt2_ddp.preparation.sources import scan
@@ -297,6 +299,8 @@ class Plan:
         checkpoint: bytes of one.
         free: bytes of the disk.
         refused: user errors of train_gpt2.py.
+        forecast: of a new run of the rule, as its start row would have it; else empty.
+        advice: the best size by the ladder on its text; empty without one.
     """
 
     config: PlanConfig
@@ -309,6 +313,8 @@ class Plan:
     checkpoint: int
     free: int
     refused: list[str]
+    forecast: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    advice: str = ""
 
     @property
     def accumulation(self) -> int:
@@ -464,11 +470,33 @@ def make_plan(config: PlanConfig) -> Plan:
     peak = None if machine.is_here else (machine.peak or UNKNOWN_PEAK) * MFU * machine.processes
     seen = preflight(training, machine.processes, peak)
     seen.mistakes = [*lacking, *seen.mistakes]
+    advice = _advice(training, machine, seen) if config.own_text else ""
     if config.own_text:
         config = _completed(config, seen)
     if config.inherited and not seen.model:
         raise UserError.join(seen.mistakes)
-    return build_plan(config, machine, precision, seen, base)
+    return replace(build_plan(config, machine, precision, seen, base), advice=advice)
+
+
+def _advice(training: TrainingConfig, machine: Target, seen: Seen) -> str:
+    """The size that the ladder on the text finds best for `train.minutes`; empty without both."""
+    minutes = training.train.minutes
+    ladder = find_ladder(training, seen.task.manifests) if seen.task else None
+    if not minutes or not ladder:
+        return ""
+    peak = (machine.peak or UNKNOWN_PEAK) * MFU * machine.processes
+
+    def tokens_for(parameters: float) -> float:
+        if machine.is_here:
+            return ladder.tokens_in(minutes, parameters)
+        return 60 * minutes * peak / (6 * parameters)
+
+    best = ladder.answer(tokens_for)
+    if best is None:
+        return "the ladder on this text is too small to say which size is best"
+    size = f"{best.layers} layers of {best.width}, {best.tokens / 1e6:,.1f}M tokens"
+    larger = ", or larger: more than the ladder can say" if best.is_limited else ""
+    return f"best size by the ladder: {size}: {describe_interval(best.interval)}{larger}"
 
 
 def fp8_mistakes(config: PlanConfig, gpu: str) -> list[str]:
@@ -536,6 +564,7 @@ def build_plan(
         checkpoint=checkpoint,
         free=free_disk(config),
         refused=seen.mistakes,
+        forecast=seen.task.start_fields.get("forecast", {}) if seen.task else {},
     )
 
 
@@ -557,6 +586,7 @@ def format_plan(plan: Plan) -> Iterator[str]:
         yield f"  note         {note}"
     yield f"  parameters   {setting.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
     yield f"  training     {_training(plan)}"
+    yield from _expected(plan)
     yield f"  a step       {windows:,} windows: {step} (processes x accumulation x batch)"
     room = f"{machine.memory / 1e9:,.2f} GB per process"
     yield f"  memory       {memory.peak / 1e9:,.2f}{margin} of {room}, in {memory.moment}"
@@ -583,6 +613,24 @@ def format_plan(plan: Plan) -> Iterator[str]:
     if config.price is not None:
         price = f", {config.price * plan.device_hours:,.2f} in total"
     yield f"  device time  {plan.device_hours:,.2f} hours{price}"
+
+
+def _expected(plan: Plan) -> Iterator[str]:
+    """What a run of the rule will reach."""
+    if not plan.forecast:
+        return
+    tokens = plan.forecast["trained_tokens"]
+    if plan.steps:
+        tokens = plan.steps * plan.config.train.global_batch_tokens
+    expectation = expectation_of({"forecast": plan.forecast})
+    interval = expectation.at_end(tokens) if expectation else None
+    if interval:
+        yield f"  expect       {describe_interval(interval)} bits per byte, by the ladder (90 %)"
+    else:
+        about = from_record(plan.forecast)._replace(tokens=tokens).bits_per_byte
+        yield f"  expect       about {about:.1f} bits per byte"
+    if plan.advice:
+        yield f"    {plan.advice}"
 
 
 def _what_fits(plan: Plan) -> str:

@@ -55,6 +55,17 @@ class Curve(NamedTuple):
     style: Style = "line"
 
 
+class Band(NamedTuple):
+    """An area between two curves: its name under the mouse, positions along x [n] by rising x, and
+    its edges [n]."""
+
+    label: str
+    x: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    number: int  # of its colour
+
+
 class Mark(NamedTuple):
     """What happened to a run, at a position of the x axis."""
 
@@ -100,6 +111,7 @@ class Chart:
         axis: name of the x axis.
         is_log: whether y is logarithmic, if all values are above 0.
         from_zero: whether y begins at 0, if no value is below.
+        is_wide: whether x is logarithmic, if all positions are above 0.
     """
 
     title: str
@@ -109,11 +121,15 @@ class Chart:
     is_log: bool = False
     from_zero: bool = False
     marks: Sequence[Mark] = ()
+    bands: Sequence[Band] = ()
+    is_wide: bool = False
 
     def scales(self) -> tuple[Scale, Scale]:
         """The axes, of all finite values but those of undone rows."""
         lasting = [curve.points[1] for curve in self.curves if curve.style != "undone"]
-        x = np.concatenate([np.zeros(0), *(curve.points[0] for curve in self.curves)])
+        lasting += [edge for band in self.bands for edge in (band.low, band.high)]
+        positions = [curve.points[0] for curve in self.curves] + [band.x for band in self.bands]
+        x = np.concatenate([np.zeros(0), *positions])
         x = x if len(x) else np.zeros(1)
         y = np.concatenate([np.zeros(0), *lasting])
         y = y[np.isfinite(y)]
@@ -121,7 +137,10 @@ class Chart:
         is_log = self.is_log and low > 0
         if self.from_zero and low >= 0:
             low = 0.0
-        return _wider(float(x.min()), float(x.max())), _padded(low, high, is_log)
+        begin, end = float(x.min()), float(x.max())
+        if self.is_wide and 0 < begin < end:
+            return Scale(begin, end, True), _padded(low, high, is_log)
+        return _wider(begin, end), _padded(low, high, is_log)
 
     def html(self, colors: Sequence[str], columns: int, large: bool = False) -> str:
         """The chart as a figure; every text is escaped.
@@ -132,7 +151,8 @@ class Chart:
         along, up = self.scales()
         thinned = [curve._replace(points=thin(curve.points, columns)) for curve in self.curves]
         frame = [_grid(along, up, large)]
-        paths = [_path(curve, along, up, colors) for curve in thinned]
+        paths = [_area(band, along, up, colors) for band in self.bands]
+        paths += [_path(curve, along, up, colors) for curve in thinned]
         box = f'viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none"'
         frame.append(f'<svg class="curves" {box} width="100%" height="100%">{"".join(paths)}</svg>')
         marks = merged(self.marks, along)
@@ -277,10 +297,22 @@ def _path(curve: Curve, along: Scale, up: Scale, colors: Sequence[str]) -> str:
     return path
 
 
+def _area(band: Band, along: Scale, up: Scale, colors: Sequence[str]) -> str:
+    """The path around a band."""
+    positions = BOX * along.fractions(band.x)
+    edges = [BOX - BOX * up.fractions(edge) for edge in (band.low, band.high)]
+    around = [*zip(positions, edges[0], strict=True)]
+    around += reversed([*zip(positions, edges[1], strict=True)])
+    line = "L".join(f"{x:.1f},{y:.1f}" for x, y in around)
+    style = color_of(band.number, colors)
+    title = f"<title>{escape(band.label)}</title>"
+    return f'<path class="band" style="{style}" d="M{line}z">{title}</path>'
+
+
 def _symbol(mark: Mark, along: Scale, colors: Sequence[str], runs: int) -> str:
     """A mark at the upper edge of the frame, with a line down, except for bad steps, which may be
     many; of several runs in their colours."""
-    x = f"{100 * (mark.x - along.low) / (along.high - along.low):.2f}%"
+    x = f"{100 * along.fractions(np.array(mark.x)):.2f}%"
     style = f' style="{color_of(mark.number, colors)}"' if runs > 1 else ""
     kind = mark.kind.replace(" ", "-")
     line = "" if mark.kind == "bad steps" else f'<line x1="{x}" x2="{x}" y2="100%"/>'
@@ -306,6 +338,7 @@ def _data(
         "x": [along.low, along.high],
         "y": [up.low, up.high],
         "log": up.is_log,
+        "wide": along.is_log,
         "curves": [
             {
                 "label": curve.label,

@@ -9,7 +9,8 @@ from html import escape
 import numpy as np
 
 from gpt2_ddp.records.rows import field_of, is_own
-from gpt2_ddp.reports.chart import Chart, Curve, Mark, Style, color_of, dashes_of, symbol_icon
+from gpt2_ddp.reports.chart import Band, Chart, Curve, Mark, Style, color_of, dashes_of, symbol_icon
+from gpt2_ddp.reports.expected import band
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.history import happenings
 from gpt2_ddp.reports.picture import COLORS, PANELS, Along, axis_of
@@ -23,6 +24,8 @@ NAME = 72
 """Most characters of a run's name."""
 LABEL = 120
 """Most characters of a group in the legend."""
+EXPECTED = "validation, by the ladder on this text (90 %)"
+"""Name of a band."""
 MOST_TEXTS = 8
 """Most happenings of a kind that the page lists."""
 
@@ -75,7 +78,9 @@ class Curves:
         curves += self._curves("loss_mean", "faint", "train")
         curves += self._curves("val_loss", "points", "validation")
         note = "nats per token, log scale" if unit == "tokens" else "log scale"
-        return Chart("Loss", curves, self.axis, note, is_log=True, marks=marks)
+        return Chart(
+            "Loss", curves, self.axis, note, is_log=True, marks=marks, bands=[*self._bands()]
+        )
 
     def others(self) -> list[Chart]:
         """A chart for each other metric of which a run has numbers."""
@@ -105,6 +110,14 @@ class Curves:
                 points = self.along(run, steps), values / field_of(metric).scale
                 found.append(Curve(self._label(run, what), points, number, style))
         return found
+
+    def _bands(self) -> Iterator[Band]:
+        """What was expected of a run that is alone on the page."""
+        for run, number in self.numbers.items():
+            expected = band(run) if len(self.runs) == 1 else None
+            if expected:
+                x = self.along(run, expected.steps)
+                yield Band(EXPECTED, x, expected.low, expected.high, number)
 
     def _undone(self, run: RunRecord) -> Iterator[Series]:
         """The loss in rows that each rollback has undone."""
@@ -164,6 +177,8 @@ class Curves:
         color = color_of(0, COLORS) if len(self.groups) == 1 else "--c:var(--soft)"
         drawn = {curve.style for curve in loss.curves}
         items += [_item(line, name, color) for key, (name, line) in styles.items() if key in drawn]
+        if loss.bands:
+            items.append(_item('<rect class="band" width="26" height="12"/>', EXPECTED, color))
         yield f'<ul class="legend">{"".join(items)}</ul>'
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from gpt2_ddp.files import regular
 from gpt2_ddp.project import command_for
 from gpt2_ddp.records.rows import time_left
+from gpt2_ddp.reports.expected import expected_text, standing, total_steps
 from gpt2_ddp.reports.runs import RunRecord, is_finite
 from gpt2_ddp.reports.status import RESUMABLE
 from gpt2_ddp.reports.values import count_text, duration_text, number_text
@@ -67,30 +68,16 @@ def _scores(run: RunRecord) -> Iterator[Fact]:
     bits = best.get("val_bits_per_byte")
     if is_finite(bits):
         others = [f"{name} {score:.3f}" for name, score in run.compressors.items()]
-        expected = _expected(run)
+        expected = expected_text(run)
         if expected:
-            others.insert(0, f"expected about {expected:.1f}")
+            others.insert(0, expected)
         yield Fact(f"{bits:.3f}", f"bits per byte ({', '.join(['best step', *others])})")
+    compared = standing(run)
+    if compared:
+        yield Fact(*compared)
     loss = run.last("loss_mean").get("loss_mean")
     if not best and is_finite(loss):
         yield Fact(number_text(loss), "training loss")
-
-
-def _expected(run: RunRecord) -> float | None:
-    """The bits per byte that the run's first start has foretold; None if it has not."""
-    for event in run.events:
-        match event:
-            case {"event": "start", "forecast": {"bits_per_byte": float(bits)}} if is_finite(bits):
-                return bits
-            case _:
-                pass
-    return None
-
-
-def total_steps(run: RunRecord) -> int | None:
-    """Steps of the whole run, as its events say; None if they do not."""
-    steps = [event.get("steps") for event in run.events]
-    return next((number for number in reversed(steps) if type(number) is int), None)
 
 
 def _left(run: RunRecord, total: int | None) -> float | None:

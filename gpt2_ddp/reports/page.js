@@ -29,10 +29,10 @@ function add(parent, name, tag = "div") {
 }
 
 function follow(figure) {
-  const { axis, x, y, log, curves } = JSON.parse(figure.querySelector("script").textContent);
+  const { axis, x, y, log, wide, curves } = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
   const frame = plot.querySelector("svg");
-  const width = x[1] - x[0];
+  const along = (value) => (wide ? Math.log(value / x[0]) / Math.log(x[1] / x[0]) : (value - x[0]) / (x[1] - x[0]));
   const up = (value) => (log ? Math.log(value / y[0]) / Math.log(y[1] / y[0]) : (value - y[0]) / (y[1] - y[0]));
   let drawn = [];
 
@@ -45,17 +45,18 @@ function follow(figure) {
     clear();
     const box = frame.getBoundingClientRect();
     const outer = plot.getBoundingClientRect();
-    const at = x[0] + width * Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
+    const share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
+    const at = wide ? x[0] * (x[1] / x[0]) ** share : x[0] + (x[1] - x[0]) * share;
     const all = curves.filter((curve) => curve.x.length).map((curve) => {
       const i = nearest(curve.x, at);
-      return { curve, x: curve.x[i], value: curve.y[i], gap: Math.abs(curve.x[i] - at) };
+      return { curve, x: curve.x[i], value: curve.y[i], gap: Math.abs(along(curve.x[i]) - share) };
     });
     if (!all.length) return;
     const first = all.reduce((a, b) => (b.gap < a.gap ? b : a));
-    const left = (value) => box.left - outer.left + (box.width * (value - x[0])) / width;
+    const left = (value) => box.left - outer.left + box.width * along(value);
     const top = (value) => box.top - outer.top + box.height * (1 - up(value));
     const mouse = event.clientY - outer.top;
-    const found = all.filter((point) => Math.abs(point.x - first.x) <= NEAR * width);
+    const found = all.filter((point) => Math.abs(along(point.x) - along(first.x)) <= NEAR);
     for (const point of found) point.far = point.value === null ? Infinity : Math.abs(top(point.value) - mouse);
     found.sort((a, b) => a.far - b.far);
 

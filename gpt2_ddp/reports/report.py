@@ -116,10 +116,17 @@ def page(runs: Sequence[RunRecord], reload_seconds: float = RELOADED) -> str:
     notes = [escape(f"{run.name}: {note}") for run in runs for note in run.notes]
     if notes:
         body += ["<h2>Not in this report</h2>", *(f"<p>{note}</p>" for note in notes)]
+    reload = f'<meta http-equiv="refresh" content="{reload_seconds:g}">' if is_alive else ""
+    return document(f"Training report: {', '.join(run.name for run in runs)}", body, reload)
+
+
+def document(title: str, body: Iterable[str], reload: str = "") -> str:
+    """A document from page.html, which links to nothing. `body`: HTML, of which all texts are
+    escaped. `reload`: a tag of the head."""
     script = _file("page.js")
     texts = {
-        "title": escape(truncate(f"Training report: {', '.join(run.name for run in runs)}")),
-        "reload": f'<meta http-equiv="refresh" content="{reload_seconds:g}">' if is_alive else "",
+        "title": escape(truncate(title)),
+        "reload": reload,
         "hash": b64encode(sha256(script.encode()).digest()).decode(),
         "style": _file("page.css"),
         "script": script,
@@ -143,7 +150,7 @@ def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float)
     """Name and state, facts, the next step; of a running run, the age of its newest row."""
     if len(runs) > 1:
         yield f"<header><h1>{len(runs)} runs</h1></header>"
-        yield _facts(overview(group_runs(runs)))
+        yield list_of(overview(group_runs(runs)))
     else:
         (run,) = runs
         reason = run.status.get("reason")
@@ -152,7 +159,7 @@ def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float)
         if reason:
             label = "Now" if is_alive else "Reason"
             yield f'<p class="reason">{label}: {escape(plain_text(reason))}</p>'
-        yield _facts(facts(run))
+        yield list_of(facts(run))
         text, command = next_step(run)
         code = f" <code>{escape(plain_text(command))}</code>" if command else ""
         yield f'<p class="next">{escape(text)}{code}</p>'
@@ -172,7 +179,8 @@ def _state_class(run: RunRecord) -> str:
     )
 
 
-def _facts(found: Iterable[Fact]) -> str:
+def list_of(found: Iterable[Fact]) -> str:
+    """Facts as a list, escaped."""
     items = [f"<li><b>{escape(value)}</b> {escape(label)}</li>" for value, label in found]
     return f'<ul class="facts">{"".join(items)}</ul>'
 

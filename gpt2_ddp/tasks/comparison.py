@@ -23,6 +23,7 @@ from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.evaluation.compressors import bits_per_byte, compressors, split_text
 from gpt2_ddp.evaluation.forecast import from_record
+from gpt2_ddp.evaluation.ladder import describe_interval, expectation_of
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import write_json
 from gpt2_ddp.records.rows import (
@@ -82,15 +83,22 @@ def print_forecast(run: Path) -> None:
     help. Prints nothing if nothing was foretold."""
     start: Row = {}
     trained = 0
+    reached = 0.0
     for line in read_lines(run / METRICS):
         if "forecast" in line.row:  # in the first start
             start = line.row
         trained = line.row.get("tokens", trained)
+        reached = line.row.get("val_bits_per_byte", reached)
     if not start:
         return
     forecast = from_record(start["forecast"])
     words = f"expected: about {forecast.bits_per_byte:.1f} bits per byte"
-    if abs(trained / forecast.tokens - 1) > TOLERANCE:
+    expectation = expectation_of(start)
+    interval = expectation.at_end(trained) if expectation else None
+    if interval:
+        words = f"expected by the ladder: {describe_interval(interval)} bits per byte"
+        words += f", reached {reached:.3f}"
+    elif abs(trained / forecast.tokens - 1) > TOLERANCE:
         planned = f"{forecast.tokens / 1e6:.1f}M tokens"
         forecast = forecast._replace(tokens=trained)
         words += (

@@ -269,9 +269,13 @@ class Pretraining(Task[TrainingConfig]):
         """Completes the configuration of a text of one's own, whose data are there, for this
         machine or another. Raises: UserError."""
         if self.config.own_text:
-            self.config, forecast = settle_own_text(self.config, self.accelerator, machine)
-            if forecast:
-                self.start_fields = {"forecast": forecast.record()}
+            completed = settle_own_text(self.config, self.accelerator, machine)
+            self.config = completed.config
+            if completed.forecast:
+                record: dict[str, object] = {**completed.forecast.record()}
+                if completed.expectation:
+                    record["ladder"] = completed.expectation.record()
+                self.start_fields = {"forecast": record}
             self._divide_step()
 
     def open_data(self) -> None:

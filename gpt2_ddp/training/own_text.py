@@ -19,6 +19,7 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest, text_bytes
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 from gpt2_ddp.errors import print_line
 from gpt2_ddp.evaluation.forecast import Forecast, count_text
+from gpt2_ddp.evaluation.ladder import Expectation, describe_interval, find_ladder
 
 ROWS = 2048
 WIDTH = 512
@@ -31,10 +32,11 @@ SHARE = 0.35
 
 class Completed(NamedTuple):
     """A configuration that the rule has completed, and what a run of it will reach, if that can be
-    told."""
+    told: by counts of the text, and by a ladder of runs on it."""
 
     config: TrainingConfig
     forecast: Forecast | None
+    expectation: Expectation | None
 
 
 def settle_own_text(
@@ -47,11 +49,27 @@ def settle_own_text(
     choice = on_every_rank(lambda: complete(config, measured))
     manifests = read_manifests(config)
     forecast = on_main(partial(foretell, choice, manifests))
+    expectation = on_main(partial(_by_ladder, config, choice, manifests))
     line = describe(choice, text_of(manifests), sum(map(text_bytes, manifests)))
-    if forecast:
+    completed = choice.config
+    interval = expectation.at_end(choice.tokens) if expectation else None
+    if interval:
+        line += f"; expect {describe_interval(interval)} bits per byte, by the ladder on this text"
+    elif forecast:
         line += f"; expect about {forecast.bits_per_byte:.1f} bits per byte"
     print_line(line)
-    return Completed(choice.config, forecast)
+    if expectation and completed.eval.tokens == "auto":  # the same validation text
+        evals = completed.eval.model_copy(update={"tokens": expectation.val_tokens})
+        completed = completed.model_copy(update={"eval": evals})
+    return Completed(completed, forecast, expectation)
+
+
+def _by_ladder(
+    config: TrainingConfig, choice: Choice[TrainingConfig], manifests: Sequence[Manifest]
+) -> Expectation | None:
+    """What a run will reach by the ladder on its text; None without one, and beyond its limits."""
+    ladder = find_ladder(config, manifests)
+    return ladder.expectation(choice.parameters, choice.tokens) if ladder else None
 
 
 def complete(config: TrainingConfig, machine: Machine) -> Choice[TrainingConfig]:

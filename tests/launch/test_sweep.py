@@ -21,6 +21,7 @@ from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.sweep import members as members_module
 from gpt2_ddp.training import own_text
 
 sys.path.insert(0, str(SCRIPTS))
@@ -83,9 +84,9 @@ def test_a_planted_log_is_not_written(tmp_path, plant):
     pipe or a folder in the place of a run's output."""
     (tmp_path / "diary").touch()
     (member,) = members("--output_dir", str(tmp_path), "--seeds", "1")
-    sweep.check_log(member)
+    members_module.check_log(member)
     plant(Path(f"{member.folder}.log"))
-    expect_error(r"seed_1\.log", sweep.check_log, member)
+    expect_error(r"seed_1\.log", members_module.check_log, member)
 
 
 class Stub:
@@ -109,7 +110,7 @@ class Stub:
 
 @pytest.fixture
 def three(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "POLL_SECONDS", 0)
+    monkeypatch.setattr(members_module, "POLL_SECONDS", 0)
     return members("--run_name", "a", "--output_dir", str(tmp_path), "--seeds", "1", "2", "3")
 
 
@@ -123,8 +124,8 @@ def lines_of(capsys):
 
 def test_a_run_that_fails_ends_alone(three, monkeypatch, capsys):
     codes = iter((0, 2, 3))
-    monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, next(codes)))
-    ends = sweep.train_all(three, 1, [])
+    monkeypatch.setattr(members_module, "start", lambda member, *_: Stub(member, next(codes)))
+    ends = members_module.train_all(three, 1, [])
     assert lines_of(capsys) == [
         "seed_1 is complete",
         "seed_2 failed: error: something",
@@ -162,9 +163,9 @@ def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys)
             os.kill(os.getpid(), signal.SIGTERM)
         return started[-1]
 
-    monkeypatch.setattr(sweep, "start", start)
+    monkeypatch.setattr(members_module, "start", start)
     with pytest.raises(Stopped, match="SIGTERM"):
-        sweep.train_all(three, 2, [])
+        members_module.train_all(three, 2, [])
     assert [process.signals for process in started] == [[signal.SIGTERM]] * 2
     assert lines_of(capsys) == ["seed_1 stopped", "seed_2 stopped"]
 
@@ -172,23 +173,24 @@ def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys)
 def test_a_run_that_another_process_trains_has_its_turn_after_that(three, monkeypatch, capsys):
     locked = [True, True, False, False, False]
     monkeypatch.setattr(
-        sweep, "is_locked", lambda folder: folder.name == "a-seed_1" and locked.pop(0)
+        members_module, "is_locked", lambda folder: folder.name == "a-seed_1" and locked.pop(0)
     )
-    monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, 0))
-    sweep.train_all(three, 1, [])
+    monkeypatch.setattr(members_module, "start", lambda member, *_: Stub(member, 0))
+    members_module.train_all(three, 1, [])
     assert lines_of(capsys) == ["seed_2 is complete", "seed_3 is complete", "seed_1 is complete"]
 
 
 def test_runs_at_a_time_share_the_gpus_or_the_cores(three, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: options["env"])
-    monkeypatch.setattr(sweep, "usable_cores", lambda: 9)
+    monkeypatch.setattr(members_module, "usable_cores", lambda: 9)
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     assert [
-        sweep.start(three[0], slot, 3, ["3", "5"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)
+        members_module.start(three[0], slot, 3, ["3", "5"])["CUDA_VISIBLE_DEVICES"]
+        for slot in range(3)
     ] == ["3", "5", "3"]
-    assert "OMP_NUM_THREADS" not in sweep.start(three[0], 0, 1, [])
-    assert sweep.start(three[0], 1, 2, [])["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in members_module.start(three[0], 0, 1, [])
+    assert members_module.start(three[0], 1, 2, [])["OMP_NUM_THREADS"] == "4"
 
 
 @pytest.mark.slow

@@ -1,14 +1,21 @@
 """A text of one's own, without --config: the run has plain numbers, and goes on with them."""
 
+import json
 import re
+import shutil
 
 import pytest
 import yaml
+from close import assert_close
+from ladders import make_ladder
 from runs import events, is_intact, train
 
 from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.evaluation.ladder import describe_interval, expectation_of, settings_of
 from gpt2_ddp.plan import plan
 from gpt2_ddp.tasks.comparison import print_forecast
 from gpt2_ddp.training import own_text
@@ -84,3 +91,85 @@ def test_a_plan_is_of_the_model_that_would_be_trained(config_of, capsys):
     assert not seen.mistakes
     assert seen.completed.train.global_batch_tokens == 64
     assert seen.completed.model.n_layer > plan.preflight(training, 1).completed.model.n_layer
+
+
+@pytest.fixture
+def with_ladder(config_of, corpus, tmp_path):
+    """Makes configurations as `config_of`, on data that keep a ladder of their settings."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+
+    def make(**flags):
+        return config_of(**flags, **{"data.path": str(data)})
+
+    manifest = read_manifest(data)
+    ladder = make_ladder(
+        data_manifest=manifest.hash,
+        settings=settings_of(make(**{"train.steps": "6"})),
+        text_tokens=manifest.tokens("train"),
+        val_tokens=1248,
+    )
+    ladder.write(data)
+    return make, ladder
+
+
+def test_a_ladder_foretells_a_run(with_ladder, tmp_path, capsys):
+    make, ladder = with_ladder
+    run = tmp_path / "book"
+    train(make(**{"train.steps": "6"}))
+    said = capsys.readouterr()
+    first = next(line for line in said.err.splitlines() if "active parameters (" in line)
+    start = events(run, "start")[0]
+    forecast = start["forecast"]
+    expected = ladder.expect(forecast["parameters"], 6 * 64)
+    text = f"{describe_interval(expected)} bits per byte"
+    assert first.endswith(f"; expect {text}, by the ladder on this text")
+    assert_close([*expectation_of(start).at_end(6 * 64)], [*expected])
+    scored = [row for row in rows_of(run) if "val_tokens" in row]
+    assert {row["val_tokens"] for row in scored} == {1248}, "those of the ladder"
+    print_forecast(run)
+    reached = scored[-1]["val_bits_per_byte"]
+    line = f"expected by the ladder: {text}, reached {reached:.3f}; what would change it"
+    assert line in capsys.readouterr().out
+    assert is_intact(run)
+
+
+def rows_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_other_settings_and_lengths_have_no_interval(with_ladder, tmp_path):
+    make, _ = with_ladder
+    train(make(**{"train.steps": "2", "optim.muon_lr": "0.03"}))
+    assert "ladder" not in events(tmp_path / "book", "start")[0]["forecast"]
+    flags = {"train.steps": "2", "eval.tokens": "96", "run_name": "other"}
+    train(make(**flags))
+    assert {row["val_tokens"] for row in rows_of(tmp_path / "other") if "val_tokens" in row} == {96}
+    seen = plan.preflight(make(**{"train.steps": "400000", "run_name": "long"}), 1)
+    assert "ladder" not in seen.task.start_fields["forecast"], "beyond ten times the longest run"
+
+
+def test_a_plan_has_the_ladder_s_interval_and_best_size(with_ladder, tmp_path):
+    make, ladder = with_ladder
+    config = make(**{"train.minutes": "0.05"})
+    planned = plan.make_plan(
+        PlanConfig.model_validate(
+            {name: getattr(config, name) for name in type(config).model_fields}
+        )
+    )
+    lines = [*plan.format_plan(planned)]
+    (expected,) = [line for line in lines if line.startswith("  expect ")]
+    assert expected.endswith(" bits per byte, by the ladder (90 %)")
+    best = ladder.answer(lambda size: ladder.tokens_in(0.05, size))
+    (advice,) = [line for line in lines if "best size by the ladder" in line]
+    assert f"{best.layers} layers of {best.width}" in advice
+    assert describe_interval(best.interval) in advice
+    plain = plan.make_plan(
+        PlanConfig.model_validate(
+            {name: getattr(config, name) for name in type(config).model_fields}
+            | {"optim": config.optim.model_copy(update={"muon_lr": 0.5})}
+        )
+    )
+    lines = [*plan.format_plan(plain)]
+    assert any(re.fullmatch(r"  expect       about \d\.\d bits per byte", line) for line in lines)
+    assert not any("by the ladder" in line for line in lines)

@@ -1,0 +1,212 @@
+"""Which runs a ladder trains: sizes, lengths and seeds, so that they fill a time.
+
+         lengths, each twice the one before ─▶
+sizes  2x128   1   2   4   8
+  │    3x160   1   2   4   8      small models are trained longer, as they are cheap; the shortest
+  ▼    4x192   1   2   4          run of the second size, once more for each further seed
+       5x256   1   2
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+from gpt2_ddp.config.own_text import (
+    CONTEXTS,
+    GROWTH,
+    MOST_PASSES,
+    PARAMETERS,
+    SHAPES,
+    SMALLEST_BATCH,
+    WIDE,
+    WORK,
+    Text,
+    active_parameters,
+    batch_tokens,
+)
+from gpt2_ddp.errors import UserError
+
+CANDIDATES = ((1, 64), (2, 96), *SHAPES)
+"""Sizes of a ladder, if none are given: some in a row."""
+SIZES = 4
+"""So many of them."""
+LENGTHS = 4
+"""Most lengths of a size. The largest has two, the one before three."""
+FEWEST_STEPS = 60
+"""Steps of the shortest run."""
+EVALUATIONS = 4
+"""Evaluations of a run after the first, at equal distances."""
+MOST_VALIDATION = 2**15
+"""Most validation tokens of an evaluation."""
+START_SECONDS = 12.0
+"""Seconds of a run besides training and evaluations, on two cores: to start, to draw its report."""
+SMALL = 5e5
+"""Parameters whose arithmetic takes as long as what a token costs in models of any size (measured,
+docs/ladder.md)."""
+
+
+class Cell(NamedTuple):
+    """A run of a ladder."""
+
+    layers: int
+    width: int
+    parameters: int
+    steps: int
+    batch: int
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch
+
+    @property
+    def name(self) -> str:
+        """For the run's folder."""
+        size = f"{self.layers}x{self.width}"
+        return f"{size}-{self.tokens / 1e6:.3g}M-seed_{self.seed}"
+
+
+class Cost(NamedTuple):
+    """What a run takes: FLOP/s of training, and the tokens of an evaluation."""
+
+    speed: float
+    val_tokens: int
+
+    def seconds(self, parameters: float, tokens: float) -> float:
+        """Seconds of a run (estimate)."""
+        evaluated = (EVALUATIONS + 1) * self.val_tokens / 3  # forward alone
+        return 6 * (parameters + SMALL) * (tokens + evaluated) / self.speed + START_SECONDS
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Layers and width of `LAYERSxWIDTH`."""
+    layers, _, width = text.partition("x")
+    return int(layers), int(width)
+
+
+Size = tuple[int, int]
+"""Layers and width."""
+
+
+class Request(NamedTuple):
+    """What the user asks for.
+
+    Attributes:
+        minutes: of all runs, on machines that train `at_once` of them.
+        shapes: sizes, two or more; none: some that suit the time.
+        lengths: tokens of each size's runs; none: those that fill the time.
+        repeats: seeds of one run.
+        context: tokens of a window, if it is given.
+        seed: of the first run; others have the next ones.
+    """
+
+    minutes: float
+    at_once: int
+    shapes: tuple[str, ...]
+    lengths: tuple[float, ...]
+    repeats: int
+    context: int | None
+    seed: int
+
+
+def design(request: Request, text: Text, cost: Cost) -> list[Cell]:
+    """The runs of a ladder, cheap ones first. Raises: UserError for too little time or text."""
+    sizes = sorted(map(parse_shape, dict.fromkeys(request.shapes)), key=partial(_parameters, text))
+    if request.lengths:
+        sizes = sizes or [*CANDIDATES[:SIZES]]
+        grid = [(size, tokens) for size in sizes for tokens in sorted({*request.lengths})]
+        repeated = grid[len(grid) // len(sizes)]
+    else:
+        grid, repeated = _fill(request, text, cost, sizes)
+    needed = max(tokens for _, tokens in grid) / MOST_PASSES
+    if needed > 1.001 * text.tokens:
+        raise _too_little(text, needed)
+    runs = [(*pair, request.seed) for pair in grid]
+    runs += [(*repeated, request.seed + number) for number in range(1, request.repeats)]
+    cells = [_cell(request, text, *run) for run in runs]
+    return sorted(cells, key=lambda cell: (cell.parameters * cell.tokens, cell.seed))
+
+
+def seconds_of(cells: Sequence[Cell], cost: Cost) -> float:
+    """Seconds of all runs, one after another (estimate)."""
+    return sum(cost.seconds(cell.parameters, cell.tokens) for cell in cells)
+
+
+def _parameters(text: Text, size: Size) -> int:
+    names = {"model.n_layer": size[0], "model.n_embd": size[1]}
+    return active_parameters(names, text.vocab_size)
+
+
+def _fill(
+    request: Request, text: Text, cost: Cost, given: Sequence[Size]
+) -> tuple[list[tuple[Size, float]], tuple[Size, float]]:
+    """Sizes and lengths that fill the time, and the pair that is repeated. Without given sizes,
+    those in a row whose mean is nearest to what the rule chooses for a typical run."""
+    last = len(CANDIDATES) - SIZES + 1
+    rows = [given] if given else [CANDIDATES[first : first + SIZES] for first in range(last)]
+    fewest = FEWEST_STEPS * SMALLEST_BATCH
+    # the shortest ladder, too, reads the text at most so often
+    needed = fewest * 2 ** (_count(0, len(rows[0])) - 1) / MOST_PASSES
+    if text.tokens < needed:
+        raise _too_little(text, needed)
+    units = [_unit(request, text, cost, sizes) for sizes in rows]
+    fitting = [(unit, sizes) for unit, sizes in zip(units, rows, strict=True) if unit >= fewest]
+    if not fitting:
+        seconds = _seconds(request, text, cost, rows[0], fewest) / request.at_once
+        hint = f"is too short for {len(rows[0])} sizes; they need {math.ceil(seconds / 60)}"
+        raise UserError("minutes", f"{request.minutes:g}", f"{hint}, or fewer and smaller --shapes")
+    work = 60 * request.minutes * request.at_once * cost.speed / len(_grid(rows[0], 1))
+    wanted = math.log(PARAMETERS * (work / WORK) ** GROWTH)
+
+    def distance(unit_and_sizes: tuple[float, Sequence[Size]]) -> float:
+        _, sizes = unit_and_sizes
+        return abs(fmean(math.log(_parameters(text, size)) for size in sizes) - wanted)
+
+    unit, sizes = min(fitting, key=distance)
+    longest = 2 ** (_count(0, len(sizes)) - 1)
+    unit = min(unit, MOST_PASSES * text.tokens / longest)
+    return _grid(sizes, unit), (sizes[1], unit)
+
+
+def _too_little(text: Text, needed: float) -> UserError:
+    hint = f"are too little text for a second size; {math.ceil(needed):,} training tokens suffice"
+    reason = f"as no run reads a text more than {MOST_PASSES:g} times"
+    return UserError("data.path", f"{text.tokens:,} tokens", f"{hint}, {reason}")
+
+
+def _count(number: int, sizes: int) -> int:
+    """Lengths of the size of this number."""
+    return min(LENGTHS, sizes - number + 1)
+
+
+def _grid(sizes: Sequence[Size], unit: float) -> list[tuple[Size, float]]:
+    """Sizes and lengths; the shortest have `unit` tokens."""
+    return [
+        (size, unit * 2**power)
+        for number, size in enumerate(sizes)
+        for power in range(_count(number, len(sizes)))
+    ]
+
+
+def _seconds(request: Request, text: Text, cost: Cost, sizes: Sequence[Size], unit: float) -> float:
+    """Seconds of all runs, whose shortest have `unit` tokens."""
+    pairs = [*_grid(sizes, unit), *[(sizes[1], unit)] * (request.repeats - 1)]
+    return sum(cost.seconds(_parameters(text, size), tokens) for size, tokens in pairs)
+
+
+def _unit(request: Request, text: Text, cost: Cost, sizes: Sequence[Size]) -> float:
+    """Tokens of the shortest runs that fill the time; negative if it is too short. The time is
+    linear in them."""
+    base = _seconds(request, text, cost, sizes, 0)
+    each = _seconds(request, text, cost, sizes, 1) - base
+    return (60 * request.minutes * request.at_once - base) / each
+
+
+def _cell(request: Request, text: Text, size: Size, tokens: float, seed: int) -> Cell:
+    """The run of about so many tokens, with the batch that the rule chooses for them."""
+    context = request.context or CONTEXTS[size[1] > WIDE]
+    batch = batch_tokens(tokens, context)
+    steps = max(round(tokens / batch / EVALUATIONS), 1) * EVALUATIONS
+    return Cell(*size, _parameters(text, size), steps, batch, seed)

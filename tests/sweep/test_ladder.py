@@ -1,0 +1,324 @@
+"""A ladder: what is refused before it, its runs, how it goes on, and what it answers."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from close import assert_close
+from commands import NO_REPORT, ROOT, SCRIPTS, environment, expect_error, run_and_read, run_script
+from conftest import write_shards
+
+from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.own_text import Text, choose
+from gpt2_ddp.config.plan import LadderConfig, PlanConfig
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.evaluation.ladder import FILE, expectation_of, find_ladder, read_ladder, settings_of
+from gpt2_ddp.files import read_json
+from gpt2_ddp.plan import plan as plan_module
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.sweep import ladder as ladder_module
+from gpt2_ddp.training import own_text
+
+PRESET = "configs/ladder_small.yaml"
+SMALL = (
+    "--run_name book --shapes 1x32 2x32 --lengths 20000 40000 80000 --repeats 2"
+    " --model.block_size 32 --train.device cpu --train.mixed_precision no"
+)
+"""A ladder of seven runs of 4 to 20 steps."""
+
+
+@pytest.fixture
+def place(corpus, tmp_path, monkeypatch):
+    """Flags of a small ladder in a new folder, with data of its own."""
+    monkeypatch.setattr(own_text, "measure_speed", lambda device, dtype: 1e11)
+    monkeypatch.setattr(ladder_module, "measure_speed", lambda device, dtype: 1e11)
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    return ["--data.path", str(data), "--output_dir", str(tmp_path / "runs"), *SMALL.split()]
+
+
+def config_of(words):
+    return load(LadderConfig, words, PRESET)
+
+
+def bits_of(config):
+    """What a run that is not trained has reached."""
+    size = config.model.n_layer * config.model.n_embd
+    tokens = config.train.steps * config.train.global_batch_tokens
+    return 1 + 10 / size + 200 / tokens**0.5 + 0.003 * (config.seed % 3)
+
+
+def write_run(member):
+    """A completed run of these flags, of made-up numbers."""
+    text = Text(60_000, 512)
+    config = choose(member.config, text, own_text.Machine(1e9)).config
+    rows = [{"event": "start", "step": 0, "steps": config.train.steps}]
+    batch = config.train.global_batch_tokens
+    for quarter, ratio in enumerate((3, 1.2, 1.1, 1.03, 1)):
+        step = quarter * config.train.steps // 4
+        bits = ratio * bits_of(config)
+        row = {"step": step, "tokens": step * batch, "val_loss": 2 * bits, "val_tokens": 99}
+        row |= {"val_bits_per_byte": bits, "loss": 2 * bits}
+        row |= {"tokens_per_second": 1e5 / config.model.n_layer} if step else {}
+        rows.append(row)
+    member.folder.mkdir(parents=True)
+    lines = [json.dumps(row) for row in rows]
+    (member.folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    (member.folder / "config.yaml").write_text(dump(config))
+    status = {"state": "completed", "step": config.train.steps, "reason": ""}
+    (member.folder / "status.json").write_text(json.dumps(status))
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Runs are made up. Returns the names of those that would have been trained, by command."""
+    started = []
+    broken = []
+
+    def train_all(members, at_once, gpus):
+        started.append([member.folder.name for member in members])
+        ends = {}
+        for member in members:
+            if member.folder.name in broken:
+                ends[member.folder] = "diverged"
+            else:
+                write_run(member)
+        return ends
+
+    monkeypatch.setattr(ladder_module, "train_all", train_all)
+    monkeypatch.setattr(ladder_module, "check_sizes", lambda *_: None)
+    return started, broken
+
+
+def climb(words):
+    return ladder_module.climb(config_of(words))
+
+
+def test_a_ladder_answers_keeps_and_draws(place, untrained, tmp_path, capsys):
+    assert climb([*place, "--for_minutes", "0.02", "600"]) == 0
+    output = capsys.readouterr().out
+    data = tmp_path / "data"
+    kept = read_ladder(data)
+    assert len(kept.rungs) == 7
+    for rung in kept.rungs:
+        folder = tmp_path / "runs" / rung.name
+        config = load(TrainingConfig, ["--config", str(folder / "config.yaml")])
+        assert (rung.layers, rung.width) == (config.model.n_layer, config.model.n_embd)
+        assert_close(rung.bits, bits_of(config))
+        assert_close(rung.seconds_per_token, 1e-5 * rung.layers)
+        assert_close([ratio / rung.bits for _, ratio in rung.curve], [1.2, 1.1, 1.03, 1])
+    assert "7 runs of 2 sizes on" in output
+    assert re.search(
+        r"in 0\.02 minutes on this machine: \d+ layers of \d+ .*: expect 1\.\d", output
+    )
+    assert "in 600 minutes on this machine: beyond 10 times the ladder's largest run" in output
+    command = re.search(r"scripts/train_gpt2\.py (.*)", output)[1].split()
+    found = load(TrainingConfig, command, training_default)
+    assert found.train.minutes == 0.02
+    assert find_ladder(found, [read_manifest(data)]) is None, "of another context: 256"
+    content = read_json(tmp_path / "runs/book-ladder.json")
+    assert len(content["rungs"]) == len(content["runs"]) == 7
+    assert content["law"].keys() == {"E", "A", "B", "alpha", "beta", "R*", "noise"}
+    assert [answer["minutes"] for answer in content["answers"]] == [0.02, 600]
+    page = (tmp_path / "runs/book-ladder.html").read_text()
+    assert page.count('class="band"') >= 4
+    for text in ("1x32, law", "2x32, measured", "book-1x32", "nothing is said above"):
+        assert text in page
+    assert "http" not in re.sub(r"http-equiv|xmlns=\S+", "", page), "it links to nothing"
+
+
+def test_it_goes_on_with_the_same_runs_on_another_machine(place, untrained, tmp_path, monkeypatch):
+    started, _ = untrained
+    by_time = [word for word in place if word not in ("--lengths", "20000", "40000", "80000")]
+    by_time += ["--minutes", "8"]
+    assert climb(by_time) == 0
+    first = started[0]
+    shutil.rmtree(tmp_path / "runs" / first[2])
+    monkeypatch.setattr(ladder_module, "measure_speed", lambda device, dtype: 1e13)
+    assert climb(by_time) == 0
+    assert started[1] == [first[2]], "only what is missing is trained"
+    assert climb(by_time) == 0
+    assert started[2] == []
+
+
+def test_another_ladder_of_that_name_is_refused(place, untrained, tmp_path):
+    climb(place)
+    for words in (["--seed", "3"], ["--optim.muon_lr", "0.03"], ["--minutes", "9"]):
+        expect_error(
+            r"run_name = .*book-ladder\.json: has a ladder of another", climb, place + words
+        )
+    file = tmp_path / "runs/book-ladder.json"
+    for damage in ("{", "[]", '{"runs": 5}', '{"runs": [], "speed": 1}'):
+        file.write_text(damage)
+        expect_error(r"book-ladder\.json: is no file of a ladder; remove it", climb, place)
+
+
+def test_a_run_that_fails_is_left_out(place, untrained, tmp_path, capsys):
+    started, broken = untrained
+    broken.append("book-2x32-0.0819M-seed_1337")
+    climb(place)
+    (lost,) = broken
+    assert lost in started[0]
+    assert f"{lost} diverged; its output is in" in capsys.readouterr().out
+    assert len(read_ladder(tmp_path / "data").rungs) == 6
+    broken += started[0]
+    shutil.rmtree(tmp_path / "runs")
+    expect_error("ladder = 0 completed runs: are fewer than the 3", climb, place)
+
+
+def test_members_are_ordinary_runs_of_the_rule(place):
+    config = config_of([*place, "--optim.muon_lr", "0.02", "--tracking.log_every", "7"])
+    planned = ladder_module.plan_ladder(
+        config, read_manifest(Path(config.data.path[0])), Path("none"), 1
+    )
+    member = ladder_module.make_member(
+        config, planned.cells[0], planned.record | {"val_tokens": 99}
+    )
+    assert load(TrainingConfig, member.flags) == member.config
+    assert member.config.own_text
+    assert member.config.optim.muon_lr == 0.02
+    assert member.config.tracking.log_every == 7
+    assert member.config.eval.tokens == 99
+    plain = load(
+        TrainingConfig,
+        ["--data.path", "x", "--optim.muon_lr", "0.02", "--model.block_size", "32"],
+        training_default,
+    )
+    assert settings_of(plain) == planned.record["settings"] == settings_of(member.config)
+    chosen = choose(member.config, Text(60_000, 512), own_text.Machine(1e9)).config
+    cell = planned.cells[0]
+    assert (chosen.train.steps, chosen.train.global_batch_tokens) == (cell.steps, cell.batch)
+    assert chosen.eval.every * ladder_module.EVALUATIONS == cell.steps
+
+
+def test_the_preset_is_the_rule_s():
+    ours = yaml.safe_load((ROOT / PRESET).read_text())
+    rule = yaml.safe_load((ROOT / OWN_TEXT).read_text())
+    own = {"minutes", "repeats", "for_minutes"}
+    assert {name: value for name, value in ours.items() if name not in own} == rule
+    assert own < ours.keys()
+
+
+MISTAKES = [
+    ("--train.steps 9", r"train\.steps = 9: lengths or minutes sets it"),
+    ("--model.n_layer 9", r"model\.n_layer = 9: shapes sets it"),
+    ("--shapes 4x192", r"shapes = 4x192: should be two sizes or more"),
+    ("--shapes 4x192 big", r"shapes = big: .* is LAYERSxWIDTH, like 4x192"),
+    ("--lengths 1e6", r"lengths = .*: should be two numbers"),
+    ("--minutes 0", r"minutes = 0: should be a number"),
+    ("--data.path a b", r"data\.path = a b: should be one folder"),
+    ("--task mine.py:Mine", r"task = mine\.py:Mine: a ladder is of the trainer's own class"),
+    ("--own_text false", r"own_text = false: should be true"),
+    ("--data.path /no/such", r"manifest\.json cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_line_before_any_run(place, untrained, tmp_path, words, message):
+    given = {word for word in words.split() if word.startswith("--")}
+    kept, skips = [], False
+    for word in place:
+        skips = word in given if word.startswith("--") else skips
+        kept += [] if skips else [word]
+    more = words.split() + (["--train.steps", "9"] if "own_text" in words else [])
+    expect_error(message, climb, [*kept, *more])
+    assert untrained[0] == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_too_little_validation_text_is_refused(place, untrained, tmp_path):
+    data = tmp_path / "data"
+    expect_error(
+        r"has \d+ validation tokens; a ladder needs 2,000",
+        climb,
+        [*place, "--data.path", str(few_validation(data, tmp_path / "few"))][2:],
+    )
+
+
+def few_validation(data, folder):
+    """Shards with hardly any validation text."""
+    folder.mkdir()
+    shutil.copy(data / "tokenizer.json", folder)
+    write_shards(folder, "text", {"train": ["words of a text " * 4000], "val": ["a few words"]})
+    return folder
+
+
+def test_sizes_that_do_not_fit_the_memory_are_named(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_module, "free_memory", lambda: 10_000_000)
+    started = []
+    monkeypatch.setattr(ladder_module, "train_all", lambda *_: started.append(1))
+    message = r"shapes = 2x32: needs 0\.\d\d GB of memory and 0\.01 GB are free"
+    expect_error(message, climb, place)
+    assert not started
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_training_would_refuse_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder_module, "train_all", lambda *_: pytest.fail("trained"))
+    (tmp_path / "data/train_000000.bin").write_bytes(b"x")
+    expect_error(r"train_000000\.bin", climb, place)
+
+
+def test_a_dry_run_changes_nothing(place, tmp_path):
+    code, output, _ = run_and_read("ladder", [*place, "--dry_run"])
+    assert code == 0
+    lines = output.splitlines()
+    commands = [line for line in lines if line.startswith("python scripts/train_gpt2.py ")]
+    assert len(commands) == 7
+    assert any("7 runs of 2 sizes on" in line and "about" in line for line in lines)
+    assert not (tmp_path / "runs").exists()
+    code, output = run_script("ladder", ["--data.path", "/no/such", "--dry_run"])
+    assert code == 2
+    assert output.splitlines()[-1].startswith("error: data = /no/such: ")
+
+
+@pytest.mark.slow
+def test_a_ladder_that_is_stopped_goes_on_and_foretells_a_run(place, tmp_path):
+    """All of it by real launches: stopped, killed, resumed; then a run and a plan that it
+    foretells."""
+    command = [sys.executable, str(SCRIPTS / "ladder.py"), *place, "--at_once", "2"]
+    options = {
+        "cwd": ROOT,
+        "env": environment(PYTHONPATH=NO_REPORT),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(command, **options) as process:
+            time.sleep(12)
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        assert process.returncode in (75, -number), output
+    done = subprocess.run(command, **options, timeout=600)
+    assert done.returncode == 0, done.stdout
+    ladder = read_ladder(tmp_path / "data")
+    assert len(ladder.rungs) == 7
+    for rung in ladder.rungs:
+        assert verify_run(VerifyConfig(run=str(tmp_path / "runs" / rung.name))) == 0
+    words = ["--data.path", str(tmp_path / "data"), "--output_dir", str(tmp_path / "runs")]
+    words += ["--run_name", "later", "--model.block_size", "32", "--train.device", "cpu"]
+    words += ["--model.n_layer", "2", "--model.n_embd", "48", "--train.steps", "30"]
+    words += ["--train.mixed_precision", "no"]
+    planned = plan_module.make_plan(load(PlanConfig, words, training_default))
+    (expected,) = [line for line in plan_module.format_plan(planned) if "  expect " in line]
+    assert "by the ladder" in expected
+    trained = [sys.executable, str(SCRIPTS / "train_gpt2.py"), *words]
+    run = subprocess.run(trained, **options, timeout=300)
+    assert run.returncode == 0, run.stdout
+    assert "bits per byte, by the ladder on this text" in run.stdout
+    start = json.loads((tmp_path / "runs/later/metrics.jsonl").read_text().splitlines()[0])
+    assert expectation_of(start).val_tokens == ladder.val_tokens
+    rows = (tmp_path / "runs/later/metrics.jsonl").read_text().splitlines()
+    scored = [row for row in map(json.loads, rows) if "val_tokens" in row]
+    assert {row["val_tokens"] for row in scored} == {ladder.val_tokens}
+    assert (tmp_path / "data" / FILE).exists()
