@@ -695,7 +695,9 @@ def _no_spike(run: RecordedRun, rows: list[Spike], name: str) -> str:
         return f"no step stands out: {few}; --step N prints the texts of a step"
     farthest = rows[0]
     step = farthest.past.step
-    value = f"{farthest.value:.4g}, {farthest.spreads:.1f} times that spread above"
+    spreads = farthest.spreads or 0.0
+    value = f"{farthest.value:.4g}, {abs(spreads):.1f} times that spread"
+    value += " above" if spreads > 0 else " below"
     every = run.config.tracking.log_every
     lines = [
         f"no step stands out: none of {len(rows):,} rows after the warm-up is more than"

@@ -593,7 +593,7 @@ def test_help_has_the_defaults_that_hold_beside_the_other_flags(write, capsys):
     text = help_of(TrainingConfig, "--help", "all", "--config", file, default=training_default)
     assert shown_default(text, "train.steps") == "5"
     assert shown_default(text, "model.n_layer") == "12"
-    assert (BUILT_IN in text, file in text) == (False, True)
+    assert (BUILT_IN in text, os.path.basename(file) in text) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -412,11 +412,11 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("line", UNKNOWN)
 def test_a_configuration_is_printed_if_a_training_would_take_it(here, line):
-    (here / "wide.yaml").write_text("task: wide.py:Wide\nown: {time: 2}")
-    (here / "stranger.yaml").write_text("task: stranger.py:Wide\nown: {times: 2}")
+    (here / "wide.yaml").write_text("train: {steps: 5}\ntask: wide.py:Wide\nown: {time: 2}")
+    (here / "stranger.yaml").write_text("train: {steps: 5}\ntask: stranger.py:Wide")
     stranger = FILE.replace("executed", "strange")
     (here / "stranger.py").write_text(stranger)
-    words = [*line.split(), "--run_name", "new", "--output_dir", str(here)]
+    words = [*line.split(), "--run_name", "unused", "--output_dir", str(here)]
     code, text = run_script("train_gpt2", [*words, "--print_config"])
     assert (code, text.count("\n")) == (2, 1), text
     assert text.startswith(UNKNOWN[line]), text
