@@ -379,7 +379,7 @@ EQUIVALENT = [
     Equivalent(
         module="training/loop.py",
         function="train_loop",
-        digest="94b2c0fd",
+        digest="d52ce253",
         before="Pending(row=row, evaluate=True, save=run.config.rollbacks > 0)",
         after="Pending(row=row, evaluate=True, save=run.config.rollbacks > 1)",
         reason="a run has three rollbacks, or none",
