@@ -395,6 +395,7 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     assert plan_of("no").speed is None  # the peak is bf16's
     of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "epoch_size": 9}
     of_data |= {"total_steps": lambda windows: 100, "config": plan_config(eval={"tokens": 10**9})}
+    of_data["start_fields"] = {}
     of_data["make_model"] = Pretraining(of_data["config"]).make_model
     corpus = SimpleNamespace(validation={"web": (1.0, range(301))})
     for task, scored in ((None, 10**9), (SimpleNamespace(corpus=corpus, **of_data), 300)):
