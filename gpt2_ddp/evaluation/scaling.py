@@ -1,19 +1,24 @@
 """The loss of a training by its parameters and tokens, fitted to a dozen small runs.
 
-    L(N, D) = E + A / N^alpha + B / D^beta      bits per byte of the validation text
+    L(N, D) = E + (x^p + y^p)^(1/p)      bits per byte of the validation text
+          x = A / N^alpha                what the size of the model costs
+          y = B / (D + D0)^beta          what the number of tokens costs
 
-    points ─▶ fit ─▶ Law: the best values of E, A, B, alpha, beta, R*, and `DRAWS` others that
-                      the points allow as well ─▶ predict: a median, and an interval
+    points ─▶ fit ─▶ Law: the best values, and `DRAWS` others that the points allow as well
+                      └─▶ predict: a median, and an interval
 
-The form is that of Hoffmann et al. (2022, "Training Compute-Optimal Large Language Models",
-approach 3). D counts a repeated token less, by Muennighoff et al. (2023), whose R* is fitted, too.
-As Besiroglu et al. (2024, "Chinchilla Scaling: A replication attempt") advise, the loss is a sum,
-the minimum is found to the last digits, and from many starts.
+With p = 1 and D0 = 0, it is the law of Hoffmann et al. (2022, "Training Compute-Optimal Large
+Language Models", approach 3); with E = 0 that of Kaplan et al. (2020, "Scaling Laws for Neural
+Language Models"), whose p is 1 / beta. Short runs need both: the larger model gains the more, the
+longer it is trained (p), and the first tokens teach little (D0). D counts a repeated token less, by
+Muennighoff et al. (2023), whose R* is fitted, too. As Besiroglu et al. (2024, "Chinchilla Scaling:
+A replication attempt") advise, the loss is a sum, the minimum is found to the last digits, and from
+many starts.
 
-So few points leave E and the powers open. So each has a weak prior: what it was in other texts, and
-how far it may be from that. An interval follows from fits to points with other noise, and to other
-centres of the priors ("randomize, then optimize"), so it has both uncertainties; and the noise of
-a single run. docs/ladder.md has how often intervals held.
+So few points leave most of these values open. So each has a weak prior: what is usual, and how far
+it may be from that. An interval follows from fits to points with other noise, and to other centres
+of the priors ("randomize, then optimize"), so it has both uncertainties; and the noise of a single
+run. docs/ladder.md has how often intervals held.
 """
 
 import math
@@ -22,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_ddp.evaluation.forecast import WORTH, worth_of
+from gpt2_ddp.evaluation.forecast import WORTH
 
 LEVEL = 0.9
 """Share of runs that an interval should hold."""
@@ -40,6 +45,14 @@ NOISE = 0.006
 NOISE_POINTS = 4.0
 """Standard deviation of the log of the loss between seeds, before anything is known, and as how
 many points that counts."""
+MISS = 0.01
+MISS_RUNS = 2.0
+"""By how much a law is expected to miss what is beyond its runs (`Law.misses`), before that is
+tried, and as how many runs that counts."""
+NEXT = 1.3
+"""Runs within this factor of the largest or longest are left out to see whether the law of the
+others, at least `FEWEST_OTHERS`, foretells them."""
+FEWEST_OTHERS = 6
 STEPS = 60
 """Most steps of the solver."""
 PRECISION = 1e-10
@@ -78,6 +91,8 @@ PRIORS = {
     "B": Prior(0.25, 0.8),  # what the number of tokens costs
     "alpha": Prior(0.35, 0.35),
     "beta": Prior(0.35, 0.35),
+    "p": Prior(1.5, 0.5),
+    "D0": Prior(3e5, 1.0),  # tokens
     "R*": Prior(WORTH, 0.5),
 }
 """Weak priors, in the order of the columns of all laws."""
@@ -97,11 +112,13 @@ class Law(NamedTuple):
     Attributes:
         centre: geometric mean of the points' parameters, and of their tokens.
         best: logarithms of E, A, B, alpha, beta and R* [6]; A and B are at the centre.
-        draws: others that the points allow as well [DRAWS, 6].
+        draws: others that the points allow as well [DRAWS, 8].
         noise: standard deviation of the log of a run's loss.
         noises: of each draw [DRAWS].
         largest: parameters of the largest trained model.
         longest: tokens of the longest run.
+        misses: by how much the law misses what is beyond its runs: standard deviations of the log
+            of the loss, for a factor of e in parameters and in tokens.
     """
 
     centre: tuple[float, float]
@@ -111,6 +128,7 @@ class Law(NamedTuple):
     noises: Floats
     largest: float
     longest: float
+    misses: tuple[float, float]
 
     def claims(self, parameters: float, tokens: float) -> bool:
         """Whether the law says something of such a run."""
@@ -125,6 +143,9 @@ class Law(NamedTuple):
     ) -> Interval:
         """What a run will reach. `more`: standard deviation of what else is uncertain, in logs."""
         logs = self._logs(self.draws, parameters, tokens, different)
+        by_size = self.misses[0] * max(math.log(parameters / self.largest), 0)
+        by_length = self.misses[1] * max(math.log(tokens / self.longest), 0)
+        more = math.hypot(more, by_size, by_length)
         # the same numbers for each prediction: a forecast is a function of the points
         noise = np.random.default_rng(1).standard_normal((2, len(logs)))
         logs = logs + self.noises * noise[0] + more * noise[1]
@@ -144,13 +165,14 @@ class Law(NamedTuple):
     def balance(self, tokens: float, different: float) -> float:
         """Parameters above which doubling the text, and reading it as often, lowers the loss more
         than doubling the parameters."""
-        _, a, b, alpha, beta, worth = np.exp(self.best)
-        counts = [worth_of(n * tokens, n * different, worth) / self.centre[1] for n in (1, 2)]
-        by_text = b * (counts[0] ** -beta - counts[1] ** -beta)
-        return self.centre[0] * float(a * (1 - 2**-alpha) / by_text) ** (1 / float(alpha))
+        sizes = np.geomspace(self.largest / 1e3, BEYOND * self.largest, 500)
+        by_size = [self.bits(2 * size, tokens, different) for size in sizes]
+        by_text = [self.bits(size, 2 * tokens, 2 * different) for size in sizes]
+        is_more = np.array(by_text) < np.array(by_size)
+        return float(sizes[is_more.argmax()]) if is_more.any() else math.inf
 
     def _logs(self, laws: Floats, parameters: float, tokens: float, different: float) -> Floats:
-        """Logs of the loss by each of the laws [R, 6] -> [R]."""
+        """Logs of the loss by each of the laws [R, 8] -> [R]."""
         runs = np.array([[parameters, tokens, different]])
         return _model(laws, runs, self.centre)[0][:, 0]
 
@@ -166,24 +188,9 @@ def fit(points: Sequence[Point], seed: int = 0) -> Law:
     runs = table[:, :3]
     logs = np.log(table[:, 3])
     centre = _centre(runs)
+    best, noise = _best(runs, logs, centre)
     expected = _expected(logs)
-    deviations = np.array([prior.deviation for prior in PRIORS.values()])
-    starts = _starts(expected, deviations)
-    noise = NOISE
-    best = expected
-    for _ in range(3):  # the noise follows from the fit, which depends on it a little
-        many = len(starts)
-        problem = _Problem(
-            runs=runs,
-            centre=centre,
-            logs=np.tile(logs, (many, 1)),
-            noises=np.full(many, noise),
-            means=np.tile(expected, (many, 1)),
-            deviations=deviations,
-        )
-        found, sums = _minimize(starts, problem)
-        best = found[sums.argmin()]
-        noise = _noise(runs, logs, best, centre)
+    deviations = _deviations()
     generator = np.random.default_rng(seed)
     freedom = NOISE_POINTS + max(len(logs) - 4, 0)
     noises = noise * np.sqrt(freedom / generator.chisquare(freedom, DRAWS))
@@ -199,7 +206,54 @@ def fit(points: Sequence[Point], seed: int = 0) -> Law:
         noises=noises,
         largest=float(runs[:, 0].max()),
         longest=float(runs[:, 1].max()),
+        misses=(_misses(runs, logs, 0), _misses(runs, logs, 1)),
     )
+
+
+def _best(runs: Floats, logs: Floats, centre: tuple[float, float]) -> tuple[Floats, float]:
+    """The law of runs [n, 3] with these logs of losses [n] that has the least sum [8], and the
+    noise around it."""
+    expected = _expected(logs)
+    starts = _starts(expected, _deviations())
+    many = len(starts)
+    noise = NOISE
+    best = expected
+    for _ in range(3):  # the noise follows from the fit, which depends on it a little
+        problem = _Problem(
+            runs=runs,
+            centre=centre,
+            logs=np.tile(logs, (many, 1)),
+            noises=np.full(many, noise),
+            means=np.tile(expected, (many, 1)),
+            deviations=_deviations(),
+        )
+        found, sums = _minimize(starts, problem)
+        best = found[sums.argmin()]
+        noise = _noise(runs, logs, best, centre)
+    return best, noise
+
+
+def _misses(runs: Floats, logs: Floats, axis: int) -> float:
+    """`Law.misses` in parameters (`axis` 0) or tokens (1): how far the largest or longest runs are
+    from the law of the others, beyond the noise."""
+    values = np.log(runs[:, axis])
+    is_last = values > values.max() - math.log(NEXT)
+    squares = MISS_RUNS * MISS**2
+    count = MISS_RUNS
+    if (~is_last).sum() >= FEWEST_OTHERS:
+        others = runs[~is_last]
+        centre = _centre(others)
+        law, noise = _best(others, logs[~is_last], centre)
+        errors = _model(law[None], runs[is_last], centre)[0][0] - logs[is_last]
+        distances = values[is_last] - values[~is_last].max()
+        squares += float((np.maximum(errors**2 - noise**2, 0) / distances**2).sum())
+        count += len(errors)
+    return math.sqrt(squares / count)
+
+
+def _deviations() -> Floats:
+    """Standard deviations of the priors [8]."""
+    return np.array([prior.deviation for prior in PRIORS.values()])
 
 
 def _centre(runs: Floats) -> tuple[float, float]:
@@ -209,7 +263,7 @@ def _centre(runs: Floats) -> tuple[float, float]:
 
 
 def _expected(logs: Floats) -> Floats:
-    """The centres of the priors for runs with these logs of losses [n] -> [6]."""
+    """The centres of the priors for runs with these logs of losses [n] -> [8]."""
     values = np.log([prior.value for prior in PRIORS.values()])
     values[0] += logs.min()
     values[1:3] += logs.mean()
@@ -218,7 +272,7 @@ def _expected(logs: Floats) -> Floats:
 
 def _starts(expected: Floats, deviations: Floats) -> Floats:
     """Where the solver begins: the centres of the priors, and both sides of those of E, alpha and
-    beta, in all combinations [27, 6]."""
+    beta, in all combinations [27, 8]."""
     sides = np.stack(np.meshgrid(*[[-1.0, 0.0, 1.0]] * 3, indexing="ij"), -1).reshape(-1, 3)
     starts = np.tile(expected, (len(sides), 1))
     starts[:, [0, 3, 4]] += sides * deviations[[0, 3, 4]]
@@ -235,35 +289,35 @@ def _noise(runs: Floats, logs: Floats, law: Floats, centre: tuple[float, float])
 
 
 def _model(laws: Floats, runs: Floats, centre: tuple[float, float]) -> tuple[Floats, Floats]:
-    """Logs of the losses of runs [n, 3] by laws [R, 6]: [R, n], and their derivatives [R, n, 6]."""
+    """Logs of the losses of runs [n, 3] by laws [R, 8]: [R, n], and their derivatives [R, n, 8]."""
     parameters, tokens, different = runs.T
-    alpha, beta, worth = np.exp(laws[:, 3:, None]).transpose(1, 0, 2)  # each [R, 1]
+    alpha, beta, norm, first_tokens, worth = np.exp(laws[:, 3:, None]).transpose(1, 0, 2)
+    # what the tokens are worth, and its derivative by log R*  [R, n]
     repeats = np.maximum(tokens / different - 1, 0) / worth
     rest = np.exp(-repeats)
-    first = np.minimum(tokens, different)
+    new = np.minimum(tokens, different) + different * worth * (1 - rest)
+    by_worth = different * worth * (1 - rest - repeats * rest)
     size = np.log(parameters / centre[0])
-    length = np.log((first + different * worth * (1 - rest)) / centre[1])
-    terms = np.stack(
+    length = np.log((new + first_tokens) / (centre[1] + first_tokens))
+    by_first = first_tokens * (1 / (new + first_tokens) - 1 / (centre[1] + first_tokens))
+    # logs of what size and length cost, and of their norm
+    by_size = laws[:, 1:2] - alpha * size
+    by_length = laws[:, 2:3] - beta * length
+    both = np.logaddexp(norm * by_size, norm * by_length)
+    share = np.exp(norm * by_size - both)  # of the size in the norm
+    cost = both / norm
+    logs = np.logaddexp(laws[:, :1], cost)
+    of_cost = np.exp(cost - logs)  # share of the cost in the loss
+    slopes = np.stack(
         [
-            np.broadcast_to(laws[:, :1], length.shape),
-            laws[:, 1:2] - alpha * size,
-            laws[:, 2:3] - beta * length,
-        ],
-        -1,
-    )
-    largest = terms.max(axis=-1, keepdims=True)
-    exponentials = np.exp(terms - largest)
-    total = exponentials.sum(axis=-1, keepdims=True)
-    logs = (largest + np.log(total))[..., 0]
-    shares = exponentials / total  # of E, A and B in the loss [R, n, 3]
-    by_worth = different * worth * (1 - rest - repeats * rest)  # of the tokens' worth, by log R*
-    by_worth /= first + different * worth * (1 - rest)
-    slopes = np.concatenate(
-        [
-            shares,
-            -(shares[..., 1] * alpha * size)[..., None],
-            -(shares[..., 2] * beta * length)[..., None],
-            -(shares[..., 2] * beta * by_worth)[..., None],
+            1 - of_cost,
+            of_cost * share,
+            of_cost * (1 - share),
+            -of_cost * share * alpha * size,
+            -of_cost * (1 - share) * beta * length,
+            of_cost * (share * by_size + (1 - share) * by_length - cost),
+            -of_cost * (1 - share) * beta * by_first,
+            -of_cost * (1 - share) * beta * by_worth / (new + first_tokens),
         ],
         -1,
     )
@@ -277,8 +331,8 @@ class _Problem(NamedTuple):
         runs: parameters, tokens and different tokens [n, 3]; the same in all fits.
         logs: of the losses [R, n].
         noises: standard deviations of these [R].
-        means: centres of the priors [R, 6].
-        deviations: of the priors [6].
+        means: centres of the priors [R, 8].
+        deviations: of the priors [8].
     """
 
     runs: Floats
@@ -290,7 +344,7 @@ class _Problem(NamedTuple):
 
 
 def _minimize(laws: Floats, problem: _Problem) -> tuple[Floats, Floats]:
-    """The laws [R, 6] of least sum, from those where each fit begins; and their sums [R], of
+    """The laws [R, 8] of least sum, from those where each fit begins; and their sums [R], of
     Huber's loss of the residuals and of the priors' squares. By Levenberg and Marquardt's
     method."""
     runs, centre, logs, noises, means, deviations = problem
