@@ -1,24 +1,19 @@
 """The loss of a training by its parameters and tokens, fitted to a dozen small runs.
 
-    L(N, D) = E + (x^p + y^p)^(1/p)      bits per byte of the validation text
-          x = A / N^alpha                what the size of the model costs
-          y = B / (D + D0)^beta          what the number of tokens costs
+    L(N, D) = E + A / N^alpha + B / D^beta      bits per byte of the validation text
 
-    points ─▶ fit ─▶ Law: the best values, and `DRAWS` others that the points allow as well
-                      └─▶ predict: a median, and an interval
+    points ─▶ fit ─▶ Law: the best values of E, A, B, alpha, beta, R*, and `DRAWS` others that
+                      the points allow as well ─▶ predict: a median, and an interval
 
-With p = 1 and D0 = 0, it is the law of Hoffmann et al. (2022, "Training Compute-Optimal Large
-Language Models", approach 3); with E = 0 that of Kaplan et al. (2020, "Scaling Laws for Neural
-Language Models"), whose p is 1 / beta. Short runs need both: the larger model gains the more, the
-longer it is trained (p), and the first tokens teach little (D0). D counts a repeated token less, by
-Muennighoff et al. (2023), whose R* is fitted, too. As Besiroglu et al. (2024, "Chinchilla Scaling:
-A replication attempt") advise, the loss is a sum, the minimum is found to the last digits, and from
-many starts.
+The form is that of Hoffmann et al. (2022, "Training Compute-Optimal Large Language Models",
+approach 3). D counts a repeated token less, by Muennighoff et al. (2023), whose R* is fitted, too.
+As Besiroglu et al. (2024, "Chinchilla Scaling: A replication attempt") advise, the loss is a sum,
+the minimum is found to the last digits, and from many starts.
 
-So few points leave most of these values open. So each has a weak prior: what is usual, and how far
-it may be from that. An interval follows from fits to points with other noise, and to other centres
-of the priors ("randomize, then optimize"), so it has both uncertainties; and the noise of a single
-run. docs/ladder.md has how often intervals held.
+So few points leave E and the powers open. So each has a weak prior: what it was in other texts, and
+how far it may be from that. An interval follows from fits to points with other noise, and to other
+centres of the priors ("randomize, then optimize"), so it has both uncertainties; and the noise of
+a single run. docs/ladder.md has how often intervals held.
 """
 
 import math
@@ -91,8 +86,6 @@ PRIORS = {
     "B": Prior(0.25, 0.8),  # what the number of tokens costs
     "alpha": Prior(0.35, 0.35),
     "beta": Prior(0.35, 0.35),
-    "p": Prior(1.5, 0.5),
-    "D0": Prior(3e5, 1.0),  # tokens
     "R*": Prior(WORTH, 0.5),
 }
 """Weak priors, in the order of the columns of all laws."""
@@ -112,7 +105,7 @@ class Law(NamedTuple):
     Attributes:
         centre: geometric mean of the points' parameters, and of their tokens.
         best: logarithms of E, A, B, alpha, beta and R* [6]; A and B are at the centre.
-        draws: others that the points allow as well [DRAWS, 8].
+        draws: others that the points allow as well [DRAWS, 6].
         noise: standard deviation of the log of a run's loss.
         noises: of each draw [DRAWS].
         largest: parameters of the largest trained model.
@@ -172,7 +165,7 @@ class Law(NamedTuple):
         return float(sizes[is_more.argmax()]) if is_more.any() else math.inf
 
     def _logs(self, laws: Floats, parameters: float, tokens: float, different: float) -> Floats:
-        """Logs of the loss by each of the laws [R, 8] -> [R]."""
+        """Logs of the loss by each of the laws [R, 6] -> [R]."""
         runs = np.array([[parameters, tokens, different]])
         return _model(laws, runs, self.centre)[0][:, 0]
 
@@ -211,7 +204,7 @@ def fit(points: Sequence[Point], seed: int = 0) -> Law:
 
 
 def _best(runs: Floats, logs: Floats, centre: tuple[float, float]) -> tuple[Floats, float]:
-    """The law of runs [n, 3] with these logs of losses [n] that has the least sum [8], and the
+    """The law of runs [n, 3] with these logs of losses [n] that has the least sum [6], and the
     noise around it."""
     expected = _expected(logs)
     starts = _starts(expected, _deviations())
@@ -252,7 +245,7 @@ def _misses(runs: Floats, logs: Floats, axis: int) -> float:
 
 
 def _deviations() -> Floats:
-    """Standard deviations of the priors [8]."""
+    """Standard deviations of the priors [6]."""
     return np.array([prior.deviation for prior in PRIORS.values()])
 
 
@@ -263,7 +256,7 @@ def _centre(runs: Floats) -> tuple[float, float]:
 
 
 def _expected(logs: Floats) -> Floats:
-    """The centres of the priors for runs with these logs of losses [n] -> [8]."""
+    """The centres of the priors for runs with these logs of losses [n] -> [6]."""
     values = np.log([prior.value for prior in PRIORS.values()])
     values[0] += logs.min()
     values[1:3] += logs.mean()
@@ -272,7 +265,7 @@ def _expected(logs: Floats) -> Floats:
 
 def _starts(expected: Floats, deviations: Floats) -> Floats:
     """Where the solver begins: the centres of the priors, and both sides of those of E, alpha and
-    beta, in all combinations [27, 8]."""
+    beta, in all combinations [27, 6]."""
     sides = np.stack(np.meshgrid(*[[-1.0, 0.0, 1.0]] * 3, indexing="ij"), -1).reshape(-1, 3)
     starts = np.tile(expected, (len(sides), 1))
     starts[:, [0, 3, 4]] += sides * deviations[[0, 3, 4]]
@@ -289,35 +282,35 @@ def _noise(runs: Floats, logs: Floats, law: Floats, centre: tuple[float, float])
 
 
 def _model(laws: Floats, runs: Floats, centre: tuple[float, float]) -> tuple[Floats, Floats]:
-    """Logs of the losses of runs [n, 3] by laws [R, 8]: [R, n], and their derivatives [R, n, 8]."""
+    """Logs of the losses of runs [n, 3] by laws [R, 6]: [R, n], and their derivatives [R, n, 6]."""
     parameters, tokens, different = runs.T
-    alpha, beta, norm, first_tokens, worth = np.exp(laws[:, 3:, None]).transpose(1, 0, 2)
-    # what the tokens are worth, and its derivative by log R*  [R, n]
+    alpha, beta, worth = np.exp(laws[:, 3:, None]).transpose(1, 0, 2)  # each [R, 1]
     repeats = np.maximum(tokens / different - 1, 0) / worth
     rest = np.exp(-repeats)
-    new = np.minimum(tokens, different) + different * worth * (1 - rest)
-    by_worth = different * worth * (1 - rest - repeats * rest)
+    first = np.minimum(tokens, different)
     size = np.log(parameters / centre[0])
-    length = np.log((new + first_tokens) / (centre[1] + first_tokens))
-    by_first = first_tokens * (1 / (new + first_tokens) - 1 / (centre[1] + first_tokens))
-    # logs of what size and length cost, and of their norm
-    by_size = laws[:, 1:2] - alpha * size
-    by_length = laws[:, 2:3] - beta * length
-    both = np.logaddexp(norm * by_size, norm * by_length)
-    share = np.exp(norm * by_size - both)  # of the size in the norm
-    cost = both / norm
-    logs = np.logaddexp(laws[:, :1], cost)
-    of_cost = np.exp(cost - logs)  # share of the cost in the loss
-    slopes = np.stack(
+    length = np.log((first + different * worth * (1 - rest)) / centre[1])
+    terms = np.stack(
         [
-            1 - of_cost,
-            of_cost * share,
-            of_cost * (1 - share),
-            -of_cost * share * alpha * size,
-            -of_cost * (1 - share) * beta * length,
-            of_cost * (share * by_size + (1 - share) * by_length - cost),
-            -of_cost * (1 - share) * beta * by_first,
-            -of_cost * (1 - share) * beta * by_worth / (new + first_tokens),
+            np.broadcast_to(laws[:, :1], length.shape),
+            laws[:, 1:2] - alpha * size,
+            laws[:, 2:3] - beta * length,
+        ],
+        -1,
+    )
+    largest = terms.max(axis=-1, keepdims=True)
+    exponentials = np.exp(terms - largest)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    logs = (largest + np.log(total))[..., 0]
+    shares = exponentials / total  # of E, A and B in the loss [R, n, 3]
+    by_worth = different * worth * (1 - rest - repeats * rest)  # of the tokens' worth, by log R*
+    by_worth /= first + different * worth * (1 - rest)
+    slopes = np.concatenate(
+        [
+            shares,
+            -(shares[..., 1] * alpha * size)[..., None],
+            -(shares[..., 2] * beta * length)[..., None],
+            -(shares[..., 2] * beta * by_worth)[..., None],
         ],
         -1,
     )
@@ -331,8 +324,8 @@ class _Problem(NamedTuple):
         runs: parameters, tokens and different tokens [n, 3]; the same in all fits.
         logs: of the losses [R, n].
         noises: standard deviations of these [R].
-        means: centres of the priors [R, 8].
-        deviations: of the priors [8].
+        means: centres of the priors [R, 6].
+        deviations: of the priors [6].
     """
 
     runs: Floats
@@ -344,7 +337,7 @@ class _Problem(NamedTuple):
 
 
 def _minimize(laws: Floats, problem: _Problem) -> tuple[Floats, Floats]:
-    """The laws [R, 8] of least sum, from those where each fit begins; and their sums [R], of
+    """The laws [R, 6] of least sum, from those where each fit begins; and their sums [R], of
     Huber's loss of the residuals and of the priors' squares. By Levenberg and Marquardt's
     method."""
     runs, centre, logs, noises, means, deviations = problem

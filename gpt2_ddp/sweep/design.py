@@ -42,9 +42,9 @@ MOST_VALIDATION = 2**15
 """Most validation tokens of an evaluation."""
 START_SECONDS = 12.0
 """Seconds of a run besides training and evaluations, on two cores: to start, to draw its report."""
-SMALL = 5e5
-"""Parameters whose arithmetic takes as long as what a token costs in models of any size (measured,
-docs/ladder.md)."""
+SMALL = 3e5
+"""Parameters whose arithmetic takes as long as what a token costs in models of any size. On one
+core: 1e5 on a busy machine, 4e5 on a free one."""
 
 
 class Cell(NamedTuple):

@@ -454,16 +454,16 @@ def describe_ladder(ladder: Ladder) -> list[str]:
     """The law and its limits, as lines of text."""
     law = ladder.law
     values = law_record(ladder)
-    size = f"x = {values['A']:.3g} / N^{values['alpha']:.2f}"
-    length = f"y = {values['B']:.3g} / (D + {values['D0']:,.0f})^{values['beta']:.2f}"
-    power = f"{values['p']:.2f}"
-    formula = f"bits per byte = {values['E']:.3f} + (x^{power} + y^{power})^(1/{power})"
-    noise = f"equal runs differ by {law.noise:.1%}"
+    formula = (
+        f"bits per byte = {values['E']:.3f} + {values['A']:.3g} / N^{values['alpha']:.2f}"
+        f" + {values['B']:.3g} / D^{values['beta']:.2f}"
+    )
+    noise = f"runs are off by {law.noise:.1%}"
     largest = count_text(BEYOND * law.largest)
     longest = count_text(BEYOND * law.longest)
     limits = f"nothing is said above {largest} parameters and {longest} tokens"
     return [
-        f"{formula}, {size}, {length}",
+        formula,
         f"  with N active parameters and D tokens; {noise}; {limits}",
     ]
 
@@ -473,5 +473,5 @@ def law_record(ladder: Ladder) -> dict[str, float]:
     values = dict(zip(PRIORS, map(math.exp, ladder.law.best), strict=True))
     size, length = ladder.law.centre
     values["A"] *= size ** values["alpha"]
-    values["B"] *= (length + values["D0"]) ** values["beta"]
+    values["B"] *= length ** values["beta"]
     return values | {"noise": ladder.law.noise}
