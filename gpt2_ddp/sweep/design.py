@@ -35,7 +35,7 @@ SIZES = 4
 LENGTHS = 4
 """Most lengths of a size. The largest has two, the one before three."""
 FEWEST_STEPS = 120
-"""Steps of the shortest run. Of shorter ones, the law fits worse (docs/ladder.md)."""
+"""Steps of the shortest run: what a model learns first follows another law (a judgement)."""
 EVALUATIONS = 4
 """Evaluations of a run after the first, at equal distances."""
 MOST_VALIDATION = 2**15
