@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_ddp.evaluation.forecast import WORTH, worth_of
+from gpt2_ddp.evaluation.forecast import WORTH
 
 LEVEL = 0.9
 """Share of runs that an interval should hold."""
@@ -40,6 +40,14 @@ NOISE = 0.006
 NOISE_POINTS = 4.0
 """Standard deviation of the log of the loss between seeds, before anything is known, and as how
 many points that counts."""
+MISS = 0.01
+MISS_RUNS = 2.0
+"""By how much a law is expected to miss what is beyond its runs (`Law.misses`), before that is
+tried, and as how many runs that counts."""
+NEXT = 1.3
+"""Runs within this factor of the largest or longest are left out to see whether the law of the
+others, at least `FEWEST_OTHERS`, foretells them."""
+FEWEST_OTHERS = 6
 STEPS = 60
 """Most steps of the solver."""
 PRECISION = 1e-10
@@ -102,6 +110,8 @@ class Law(NamedTuple):
         noises: of each draw [DRAWS].
         largest: parameters of the largest trained model.
         longest: tokens of the longest run.
+        misses: by how much the law misses what is beyond its runs: standard deviations of the log
+            of the loss, for a factor of e in parameters and in tokens.
     """
 
     centre: tuple[float, float]
@@ -111,6 +121,7 @@ class Law(NamedTuple):
     noises: Floats
     largest: float
     longest: float
+    misses: tuple[float, float]
 
     def claims(self, parameters: float, tokens: float) -> bool:
         """Whether the law says something of such a run."""
@@ -125,6 +136,9 @@ class Law(NamedTuple):
     ) -> Interval:
         """What a run will reach. `more`: standard deviation of what else is uncertain, in logs."""
         logs = self._logs(self.draws, parameters, tokens, different)
+        by_size = self.misses[0] * max(math.log(parameters / self.largest), 0)
+        by_length = self.misses[1] * max(math.log(tokens / self.longest), 0)
+        more = math.hypot(more, by_size, by_length)
         # the same numbers for each prediction: a forecast is a function of the points
         noise = np.random.default_rng(1).standard_normal((2, len(logs)))
         logs = logs + self.noises * noise[0] + more * noise[1]
@@ -144,10 +158,11 @@ class Law(NamedTuple):
     def balance(self, tokens: float, different: float) -> float:
         """Parameters above which doubling the text, and reading it as often, lowers the loss more
         than doubling the parameters."""
-        _, a, b, alpha, beta, worth = np.exp(self.best)
-        counts = [worth_of(n * tokens, n * different, worth) / self.centre[1] for n in (1, 2)]
-        by_text = b * (counts[0] ** -beta - counts[1] ** -beta)
-        return self.centre[0] * float(a * (1 - 2**-alpha) / by_text) ** (1 / float(alpha))
+        sizes = np.geomspace(self.largest / 1e3, BEYOND * self.largest, 500)
+        by_size = [self.bits(2 * size, tokens, different) for size in sizes]
+        by_text = [self.bits(size, 2 * tokens, 2 * different) for size in sizes]
+        is_more = np.array(by_text) < np.array(by_size)
+        return float(sizes[is_more.argmax()]) if is_more.any() else math.inf
 
     def _logs(self, laws: Floats, parameters: float, tokens: float, different: float) -> Floats:
         """Logs of the loss by each of the laws [R, 6] -> [R]."""
@@ -166,24 +181,9 @@ def fit(points: Sequence[Point], seed: int = 0) -> Law:
     runs = table[:, :3]
     logs = np.log(table[:, 3])
     centre = _centre(runs)
+    best, noise = _best(runs, logs, centre)
     expected = _expected(logs)
-    deviations = np.array([prior.deviation for prior in PRIORS.values()])
-    starts = _starts(expected, deviations)
-    noise = NOISE
-    best = expected
-    for _ in range(3):  # the noise follows from the fit, which depends on it a little
-        many = len(starts)
-        problem = _Problem(
-            runs=runs,
-            centre=centre,
-            logs=np.tile(logs, (many, 1)),
-            noises=np.full(many, noise),
-            means=np.tile(expected, (many, 1)),
-            deviations=deviations,
-        )
-        found, sums = _minimize(starts, problem)
-        best = found[sums.argmin()]
-        noise = _noise(runs, logs, best, centre)
+    deviations = _deviations()
     generator = np.random.default_rng(seed)
     freedom = NOISE_POINTS + max(len(logs) - 4, 0)
     noises = noise * np.sqrt(freedom / generator.chisquare(freedom, DRAWS))
@@ -199,7 +199,54 @@ def fit(points: Sequence[Point], seed: int = 0) -> Law:
         noises=noises,
         largest=float(runs[:, 0].max()),
         longest=float(runs[:, 1].max()),
+        misses=(_misses(runs, logs, 0), _misses(runs, logs, 1)),
     )
+
+
+def _best(runs: Floats, logs: Floats, centre: tuple[float, float]) -> tuple[Floats, float]:
+    """The law of runs [n, 3] with these logs of losses [n] that has the least sum [6], and the
+    noise around it."""
+    expected = _expected(logs)
+    starts = _starts(expected, _deviations())
+    many = len(starts)
+    noise = NOISE
+    best = expected
+    for _ in range(3):  # the noise follows from the fit, which depends on it a little
+        problem = _Problem(
+            runs=runs,
+            centre=centre,
+            logs=np.tile(logs, (many, 1)),
+            noises=np.full(many, noise),
+            means=np.tile(expected, (many, 1)),
+            deviations=_deviations(),
+        )
+        found, sums = _minimize(starts, problem)
+        best = found[sums.argmin()]
+        noise = _noise(runs, logs, best, centre)
+    return best, noise
+
+
+def _misses(runs: Floats, logs: Floats, axis: int) -> float:
+    """`Law.misses` in parameters (`axis` 0) or tokens (1): how far the largest or longest runs are
+    from the law of the others, beyond the noise."""
+    values = np.log(runs[:, axis])
+    is_last = values > values.max() - math.log(NEXT)
+    squares = MISS_RUNS * MISS**2
+    count = MISS_RUNS
+    if (~is_last).sum() >= FEWEST_OTHERS:
+        others = runs[~is_last]
+        centre = _centre(others)
+        law, noise = _best(others, logs[~is_last], centre)
+        errors = _model(law[None], runs[is_last], centre)[0][0] - logs[is_last]
+        distances = values[is_last] - values[~is_last].max()
+        squares += float((np.maximum(errors**2 - noise**2, 0) / distances**2).sum())
+        count += len(errors)
+    return math.sqrt(squares / count)
+
+
+def _deviations() -> Floats:
+    """Standard deviations of the priors [6]."""
+    return np.array([prior.deviation for prior in PRIORS.values()])
 
 
 def _centre(runs: Floats) -> tuple[float, float]:

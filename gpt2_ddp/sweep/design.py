@@ -34,17 +34,17 @@ SIZES = 4
 """So many of them."""
 LENGTHS = 4
 """Most lengths of a size. The largest has two, the one before three."""
-FEWEST_STEPS = 60
-"""Steps of the shortest run."""
+FEWEST_STEPS = 120
+"""Steps of the shortest run: what a model learns first follows another law (a judgement)."""
 EVALUATIONS = 4
 """Evaluations of a run after the first, at equal distances."""
 MOST_VALIDATION = 2**15
 """Most validation tokens of an evaluation."""
 START_SECONDS = 12.0
 """Seconds of a run besides training and evaluations, on two cores: to start, to draw its report."""
-SMALL = 5e5
-"""Parameters whose arithmetic takes as long as what a token costs in models of any size (measured,
-docs/ladder.md)."""
+SMALL = 3e5
+"""Parameters whose arithmetic takes as long as what a token costs in models of any size. On one
+core: 1e5 on a busy machine, 4e5 on a free one."""
 
 
 class Cell(NamedTuple):

@@ -35,7 +35,7 @@ from gpt2_ddp.evaluation.ladder import (
     describe_interval,
     settings_of,
 )
-from gpt2_ddp.evaluation.scaling import BEYOND, FEWEST
+from gpt2_ddp.evaluation.scaling import BEYOND, FEWEST, PRIORS
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import text_table, write_json
 from gpt2_ddp.plan.plan import Plan, make_plan
@@ -458,23 +458,20 @@ def describe_ladder(ladder: Ladder) -> list[str]:
         f"bits per byte = {values['E']:.3f} + {values['A']:.3g} / N^{values['alpha']:.2f}"
         f" + {values['B']:.3g} / D^{values['beta']:.2f}"
     )
-    noise = f"equal runs differ by {law.noise:.1%}"
+    noise = f"runs are off by {law.noise:.1%}"
     largest = count_text(BEYOND * law.largest)
     longest = count_text(BEYOND * law.longest)
     limits = f"nothing is said above {largest} parameters and {longest} tokens"
-    return [f"{formula}  (N active parameters, D tokens; {noise}; {limits})"]
+    return [
+        formula,
+        f"  with N active parameters and D tokens; {noise}; {limits}",
+    ]
 
 
 def law_record(ladder: Ladder) -> dict[str, float]:
     """The values of the law, by their names."""
-    e, a, b, alpha, beta, worth = (math.exp(value) for value in ladder.law.best)
+    values = dict(zip(PRIORS, map(math.exp, ladder.law.best), strict=True))
     size, length = ladder.law.centre
-    return {
-        "E": e,
-        "A": a * size**alpha,
-        "B": b * length**beta,
-        "alpha": alpha,
-        "beta": beta,
-        "R*": worth,
-        "noise": ladder.law.noise,
-    }
+    values["A"] *= size ** values["alpha"]
+    values["B"] *= length ** values["beta"]
+    return values | {"noise": ladder.law.noise}

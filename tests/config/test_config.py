@@ -28,7 +28,9 @@ from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
-PRESETS = sorted((ROOT / "configs").glob("[gl]*_*.yaml"))
+PRESETS = sorted(
+    file for file in (ROOT / "configs").glob("[gl]*_*.yaml") if not file.stem.startswith("ladder_")
+)
 STEPS = ["--train.steps", "10"]
 
 

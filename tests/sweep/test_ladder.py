@@ -22,9 +22,11 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.evaluation.ladder import FILE, expectation_of, find_ladder, read_ladder, settings_of
+from gpt2_ddp.evaluation.scaling import PRIORS
 from gpt2_ddp.files import read_json
 from gpt2_ddp.plan import plan as plan_module
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.sweep import design
 from gpt2_ddp.sweep import ladder as ladder_module
 from gpt2_ddp.training import own_text
 
@@ -127,7 +129,7 @@ def test_a_ladder_answers_keeps_and_draws(place, untrained, tmp_path, capsys):
     assert find_ladder(found, [read_manifest(data)]) is None, "of another context: 256"
     content = read_json(tmp_path / "runs/book-ladder.json")
     assert len(content["rungs"]) == len(content["runs"]) == 7
-    assert content["law"].keys() == {"E", "A", "B", "alpha", "beta", "R*", "noise"}
+    assert content["law"].keys() == {*PRIORS, "noise"}
     assert [answer["minutes"] for answer in content["answers"]] == [0.02, 600]
     page = (tmp_path / "runs/book-ladder.html").read_text()
     assert page.count('class="band"') >= 4
@@ -140,6 +142,7 @@ def test_it_goes_on_with_the_same_runs_on_another_machine(place, untrained, tmp_
     started, _ = untrained
     by_time = [word for word in place if word not in ("--lengths", "20000", "40000", "80000")]
     by_time += ["--minutes", "8"]
+    monkeypatch.setattr(design, "FEWEST_STEPS", 30)  # for so little text
     assert climb(by_time) == 0
     first = started[0]
     shutil.rmtree(tmp_path / "runs" / first[2])
