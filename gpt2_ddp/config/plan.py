@@ -75,7 +75,8 @@ class LadderConfig(TrainingConfig):
     minutes: PositiveFloat = Field(default=30, exclude=True)
     """time of all runs together, by the speed of this machine; the lengths of the runs follow"""
     shapes: tuple[Shape, ...] = Field(default=(), exclude=True)
-    """sizes to train, as layers and width, like 2x128 3x160 4x192; none: four, by the time"""
+    """sizes to train, as layers and width, like 2x128 3x160 4x192; none: four by the time, or
+    three or two in a short one"""
     lengths: tuple[PositiveFloat, ...] = Field(default=(), exclude=True)
     """tokens to train each size on, like 500000 1000000 2000000, instead of minutes; none: two to
     four lengths of each size, by the time"""

@@ -31,7 +31,8 @@ from gpt2_ddp.errors import UserError
 CANDIDATES = ((1, 64), (2, 96), *SHAPES)
 """Sizes of a ladder, if none are given: some in a row."""
 SIZES = 4
-"""So many of them."""
+FEWEST_SIZES = 2
+"""So many of them, and so many at least."""
 LENGTHS = 4
 """Most lengths of a size. The largest has two, the one before three."""
 FEWEST_STEPS = 120
@@ -143,20 +144,30 @@ def _fill(
     request: Request, text: Text, cost: Cost, given: Sequence[Size]
 ) -> tuple[list[tuple[Size, float]], tuple[Size, float]]:
     """Sizes and lengths that fill the time, and the pair that is repeated. Without given sizes,
-    those in a row whose mean is nearest to what the rule chooses for a typical run."""
-    last = len(CANDIDATES) - SIZES + 1
-    rows = [given] if given else [CANDIDATES[first : first + SIZES] for first in range(last)]
+    those in a row whose mean is nearest to what the rule chooses for a typical run: `SIZES` of
+    them, or fewer in a short time."""
     fewest = FEWEST_STEPS * SMALLEST_BATCH
-    # the shortest ladder, too, reads the text at most so often
-    needed = fewest * 2 ** (_count(0, len(rows[0])) - 1) / MOST_PASSES
-    if text.tokens < needed:
-        raise _too_little(text, needed)
-    units = [_unit(request, text, cost, sizes) for sizes in rows]
-    fitting = [(unit, sizes) for unit, sizes in zip(units, rows, strict=True) if unit >= fewest]
+    rows = [given]
+    fitting: list[tuple[float, Sequence[Size]]] = []
+    counts = [len(given)] if given else range(SIZES, FEWEST_SIZES - 1, -1)
+    for count in counts:
+        # the shortest ladder, too, reads the text at most so often
+        needed = fewest * 2 ** (_count(0, count) - 1) / MOST_PASSES
+        if text.tokens < needed:
+            if count == counts[-1]:
+                raise _too_little(text, needed)
+            continue
+        rows = [given] if given else _rows(count)
+        units = [_unit(request, text, cost, sizes) for sizes in rows]
+        fitting = [(unit, sizes) for unit, sizes in zip(units, rows, strict=True) if unit >= fewest]
+        if fitting:
+            break
     if not fitting:
         seconds = _seconds(request, text, cost, rows[0], fewest) / request.at_once
-        hint = f"is too short for {len(rows[0])} sizes; they need {math.ceil(seconds / 60)}"
-        raise UserError("minutes", f"{request.minutes:g}", f"{hint}, or fewer and smaller --shapes")
+        hint = f"is too short for {len(rows[0])} sizes; at this machine's present speed they need"
+        others = ", or fewer and smaller --shapes" if given else ""
+        minutes = f"{math.ceil(seconds / 60)}{others}"
+        raise UserError("minutes", f"{request.minutes:g}", f"{hint} {minutes}")
     work = 60 * request.minutes * request.at_once * cost.speed / len(_grid(rows[0], 1))
     wanted = math.log(PARAMETERS * (work / WORK) ** GROWTH)
 
@@ -168,6 +179,11 @@ def _fill(
     longest = 2 ** (_count(0, len(sizes)) - 1)
     unit = min(unit, MOST_PASSES * text.tokens / longest)
     return _grid(sizes, unit), (sizes[1], unit)
+
+
+def _rows(count: int) -> list[Sequence[Size]]:
+    """All choices of so many candidates in a row."""
+    return [CANDIDATES[first : first + count] for first in range(len(CANDIDATES) - count + 1)]
 
 
 def _too_little(text: Text, needed: float) -> UserError:

@@ -95,7 +95,8 @@ def climb(config: LadderConfig) -> int:
     file = Path(config.output_dir, f"{config.run_name}-ladder.json")
     planned = plan_ladder(config, manifest, file, at_once)
     members = [make_member(config, cell, planned.record) for cell in planned.cells]
-    print(*describe_plan(folder, planned, at_once), sep="\n", flush=True)
+    print(*describe_plan(folder, planned, at_once), sep="\n")
+    print(_describe_answers(config.for_minutes, planned.cells), flush=True)
     if config.dry_run:
         for member in members:
             print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]))
@@ -253,7 +254,7 @@ def describe_plan(folder: Path, planned: Planned, at_once: int) -> list[str]:
     tokens = sum(cell.tokens for cell in cells)
     sizes = sorted({(cell.parameters, cell.layers, cell.width) for cell in cells})
     time = duration_text(planned.seconds / at_once)
-    rows = [["size", "parameters", "tokens of its runs"]]
+    rows = [["size", "active parameters", "tokens of its runs"]]
     for parameters, layers, width in sizes:
         counts: dict[int, int] = {}
         for cell in cells:
@@ -269,6 +270,15 @@ def describe_plan(folder: Path, planned: Planned, at_once: int) -> list[str]:
         f"{head}: {count_text(tokens)} tokens, about {time} (estimate, ±40%)",
         *(f"  {line}" for line in text_table(rows).split("\n")),
     ]
+
+
+def _describe_answers(minutes: Sequence[float], cells: Sequence[Cell]) -> str:
+    """What the ladder will tell, in one line."""
+    times = " and ".join(f"{time:g}" for time in minutes)
+    largest = count_text(BEYOND * max(cell.parameters for cell in cells))
+    longest = count_text(BEYOND * max(cell.tokens for cell in cells))
+    asked = f"it will tell the best size for {times} minutes, and the loss to expect"
+    return f"  {asked}, up to {largest} active parameters and {longest} tokens"
 
 
 def check_sizes(config: LadderConfig, runs: Sequence[tuple[Cell, Member]], at_once: int) -> None:

@@ -66,6 +66,15 @@ def test_more_time_has_larger_sizes():
     assert largest[0] < largest[-1]
 
 
+def test_a_short_time_and_little_text_have_fewer_sizes():
+    """As many as fit, two at least."""
+    minutes = (7, 12, 22)
+    counts = [len(sizes_of(design(REQUEST._replace(minutes=n), BOOK, CORES))) for n in minutes]
+    assert counts == [2, 3, 4]
+    little = BOOK._replace(tokens=60_000)
+    assert len(sizes_of(design(REQUEST, little, CORES))) == 2
+
+
 def test_several_at_once_have_as_much_more_time():
     text = BOOK._replace(tokens=10**9)
     cells = design(REQUEST._replace(minutes=10, at_once=3), text, CORES)
@@ -102,7 +111,11 @@ def test_given_sizes_and_lengths():
     [
         ({}, 30_000, r"data\.path = 30,000 tokens: are too little text for a second size"),
         ({"lengths": (1e5, 9e5)}, 20_000, r"data\.path = 20,000 tokens: are too little text"),
-        ({"minutes": 2}, 10**6, r"minutes = 2: is too short for 4 sizes; they need \d+, or"),
+        (
+            {"minutes": 2},
+            10**6,
+            r"minutes = 2: is too short for 2 sizes; at this machine's present speed they need \d",
+        ),
     ],
 )
 def test_too_little_of_anything_is_one_line(changes, tokens, message):
