@@ -195,8 +195,14 @@ def _known_tokens(given: Mapping[str, Any], length: Mapping[str, Any], text: Tex
     """Tokens to train on, of a length in passes or steps."""
     if length["train.epochs"]:
         return length["train.epochs"] * text.tokens
-    batch = given.get("train.global_batch_tokens", SMALLEST_BATCH)
-    return float(length["train.steps"] * batch)
+    steps = length["train.steps"]
+    if "train.global_batch_tokens" in given:
+        return float(steps * given["train.global_batch_tokens"])
+    tokens = float(steps * SMALLEST_BATCH)
+    # a batch grows with the root of the tokens, so this ends
+    while (more := float(steps * batch_tokens(tokens, context=1))) > tokens:
+        tokens = more
+    return tokens
 
 
 def _shape(given: Mapping[str, Any], text: Text, work: Callable[[int], float]) -> dict[str, int]:

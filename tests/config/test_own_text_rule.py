@@ -107,6 +107,16 @@ def test_more_time_trains_a_larger_model_and_a_fast_machine_gpt2():
     assert web.train.global_batch_tokens > 100_000
 
 
+@pytest.mark.parametrize("steps", [50, 1400, 5000, 100_000])
+def test_steps_alone_are_of_the_batch_that_suits_their_tokens(steps):
+    """So the tokens that the rule plans with are those that the run trains on."""
+    choice = choose(config_of(**{"train.steps": steps}), BOOK, LAPTOP)
+    batch = choice.config.train.global_batch_tokens
+    assert choice.tokens == steps * batch
+    by_tokens = chosen(**{"train.epochs": choice.tokens / BOOK.tokens})
+    assert by_tokens.train.global_batch_tokens == batch
+
+
 def test_little_text_ends_after_enough_passes():
     given = chosen(Text(5_000, 300), **{"train.minutes": "60"})
     assert given.train.minutes == 60  # who names a time gets it
