@@ -18,7 +18,6 @@ from gpt2_ddp.config.base import Section
 from gpt2_ddp.config.cli import split_flags
 from gpt2_ddp.config.own_settings import NO_CLASS, settle
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.fetch import missing_data
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_module
 from gpt2_ddp.distributed.signals import Stopped, install_handlers
@@ -64,6 +63,9 @@ def refuse_launcher(script: str) -> None:
 
 def prepare_data(members: Sequence[Member]) -> None:
     """Prepares missing shards, once, not by several runs at a time. Raises: UserError."""
+    # numpy, which --help and a user error do not need
+    from gpt2_ddp.data.fetch import missing_data  # noqa: PLC0415
+
     for member in members:
         if recipe := missing_data(member.config):
             run_module("gpt2_ddp", "prepare_data", "--config", recipe)

@@ -442,6 +442,7 @@ def test_auto_plans_the_largest_micro_batch_that_fits():
     assert (small.setting.micro_batch, small.fits) == (1, False)
     resumed = SimpleNamespace(
         recorded_micro_batch=8,
+        start_fields={},
         corpus=SimpleNamespace(validation={"a": (1.0, range(1000))}),
         manifest=SimpleNamespace(vocab_size=50_257),
         epoch_size=10**6,

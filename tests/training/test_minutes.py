@@ -404,6 +404,7 @@ class Simulated:
         self.stop.is_agreed = False
         self.metrics = SimpleNamespace(print=id)
         self.interval = None
+        self.late_rows = []
         self.run = self
         self.now = 0.0
         self.pace = pace
