@@ -553,6 +553,24 @@ def test_causes_that_cannot_be_told_apart(pair):
     assert "Each explains it, and these numbers do not tell which did." in words(found)
 
 
+def test_dropout_leaves_the_scores_of_the_untrained_model(pair):
+    """So equal scores of step 0 do not rule it out beside another cause, and other ones are not
+    explained by it."""
+
+    def edit(rows, first):
+        for name in ("model.dropout", "optim.weight_decay"):
+            set_field(rows, name, FIELDS[name])
+        for field in ("val_loss", "val_bits_per_byte"):
+            scaled(rows, field, first)
+
+    forge(pair[1], lambda rows: edit(rows, 1))
+    (parting,) = explain(*pair).partings
+    assert (parting.equal_until, parting.step) == (0, 10)
+    assert explain(*pair).explained_by == [["model.dropout", "optim.weight_decay"]]
+    forge(pair[1], lambda rows: edit(rows, 0))
+    assert (explain(*pair).first, explain(*pair).exit_code) == ("scores", 3)
+
+
 def test_an_update_explains_no_loss_of_its_own_step(pair):
     """The loss of step 1 is that of the initial weights."""
 
