@@ -17,6 +17,7 @@ from pathlib import Path
 from gpt2_ddp.config.tools import ExplainConfig
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
+from gpt2_ddp.project import command_for
 from gpt2_ddp.reports.conditions import (
     Cause,
     Record,
@@ -70,6 +71,10 @@ def explain(first: Path, second: Path) -> Explanation:
     evidence = Evidence(one, other, causes, partings)
     changes = _changes(one, other, checkpoints.damages)
     notes = _notes(one, other)
+    notes += [
+        f"the checkpoint of step {step:,} is not compared: its tensors cannot be read"
+        for step in checkpoints.left_out
+    ]
     if any(not evidence.sufficient(parting) for parting in partings):
         more, changed_data, data_notes = _hidden_causes(one, other)
         evidence = evidence._replace(causes=[*causes, *more])
@@ -211,6 +216,8 @@ def _notes(one: Record, other: Record) -> list[str]:
     for name, record in (("A", one), ("B", other)):
         if not record.rows:
             notes.append(f"{name} has no row of a step yet")
+        check = f"`{command_for('verify_run')} {truncate(record.folder, 100)}` checks all of {name}"
+        notes += [f"{name}: {note}; {check}" for note in record.notes]
     if one.rows and other.rows and not one.rows.keys() & other.rows.keys():
         notes.append("the runs have no row of a common step, so no numbers are compared")
     if one.last != other.last:

@@ -8,10 +8,13 @@ tokenizers are not compared, as they are of other tokens; bits per byte are.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
+from safetensors import SafetensorError
+
 from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Tensors
-from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify_recorded
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify, verify_recorded
 from gpt2_ddp.records.rows import Row, is_own
 from gpt2_ddp.reports.conditions import Record
 
@@ -269,50 +272,70 @@ class Compared(NamedTuple):
         parting: the first that differ, if there are any.
         damages: damaged files of the first run and of the second.
         steps: of the checkpoints that were compared.
+        left_out: steps of damaged checkpoints that cannot be compared.
     """
 
     parting: Parting | None
     damages: tuple[list[str], list[str]]
     steps: list[int]
+    left_out: list[int]
 
 
 def compare_checkpoints(first: Record, second: Record) -> Compared:
     """Hashes the files of the checkpoints of common steps, and compares the tensors of the first
-    pair with other hashes, one tensor at a time."""
+    pair with other hashes, one tensor at a time. Damaged ones are compared, too, if their tensors
+    can be read."""
     damages: tuple[list[str], list[str]] = ([], [])
     parting: Parting | None = None
     compared: list[int] = []
+    left_out: list[int] = []
     for step in sorted(first.checkpoints.keys() & second.checkpoints.keys()):
         one = _verified(first, step, damages[0])
         other = _verified(second, step, damages[1])
-        if not one or not other:
+        if not one.path.is_dir() or not other.path.is_dir():
+            continue  # deleted meanwhile by a running training
+        is_damaged = not (one.checkpoint and other.checkpoint)
+        try:
+            pair = [each.checkpoint or verify(each.path, weights=False) for each in (one, other)]
+            if parting is None:
+                equal_until = compared[-1] if compared else None
+                parting = _tensor_parting(*pair, equal_until, is_damaged)
+        except (CorruptCheckpoint, SafetensorError, OSError):
+            left_out.append(step)
             continue
-        if parting is None:
-            equal_until = compared[-1] if compared else None
-            parting = _tensor_parting(one, other, equal_until)
         compared.append(step)
-    return Compared(parting, damages, compared)
+    return Compared(parting, damages, compared, left_out)
 
 
-def _verified(record: Record, step: int, damages: list[str]) -> Checkpoint | None:
-    """The checkpoint, if its files are those of its manifest, and that the one which the rows
+class Verified(NamedTuple):
+    """A checkpoint's folder; and the checkpoint, if its files are what the run wrote."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+
+
+def _verified(record: Record, step: int, damages: list[str]) -> Verified:
+    """Whether a checkpoint's files are those of its manifest, and that the one which the rows
     record; else `damages` get what was changed."""
     path = record.checkpoints[step]
     try:
-        return verify_recorded(path)
+        return Verified(path, verify_recorded(path))
     except CorruptCheckpoint as damage:
         if path.is_dir():  # not deleted meanwhile by a running training
             place = f"checkpoints/{path.name}"
             if damage.file != path:
                 place += f"/{damage.file.name}"
             damages.append(f"{place}: {damage.reason}")
-        return None
+        return Verified(path, None)
 
 
-def _tensor_parting(one: Checkpoint, other: Checkpoint, equal_until: int | None) -> Parting | None:
-    """Where the weights of two checkpoints part, or else their optimizer state."""
+def _tensor_parting(
+    one: Checkpoint, other: Checkpoint, equal_until: int | None, is_damaged: bool
+) -> Parting | None:
+    """Where the weights of two checkpoints part, or else their optimizer state. The manifest of
+    a damaged one does not have the hashes of its files. Raises: SafetensorError, OSError."""
     for file in (MODEL, OPTIMIZER):
-        if one.sha256(file) == other.sha256(file):
+        if one.sha256(file) == other.sha256(file) and not is_damaged:
             continue
         before = one.tensors(file)
         after = other.tensors(file)

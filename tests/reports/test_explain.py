@@ -370,7 +370,59 @@ def test_a_checkpoint_that_was_changed_is_said_first(pair, is_sealed):
     assert (found.verdict, found.first, found.exit_code) == ("changed", "checkpoints", 3)
     assert "B was changed after it was written: checkpoints/step-00000010" in words(found)
     assert place in words(found)
-    assert found.checkpoints == [5]
+    assert found.checkpoints == [5, 10]
+    (parting,) = found.partings
+    assert (parting.what, parting.step, len(parting.tensors)) == ("tensors", 10, 1)
+    assert "No number that is compared differs" not in words(found)
+
+
+def test_a_checkpoint_without_readable_tensors_is_left_out(pair):
+    file = checkpoint_at(pair[1], 10) / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * 16)
+    found = explain(*pair)
+    assert (found.verdict, found.checkpoints) == ("changed", [5]), found.text
+    assert (
+        "note: the checkpoint of step 10 is not compared: its tensors cannot be read" in found.text
+    )
+
+
+def cut(run, step):
+    """Deletes the rows from a step on; the chain of the others stays right."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+
+
+def test_rows_that_were_cut_off_are_a_change(pair):
+    """The checkpoints follow rows that are missing."""
+    cut(pair[1], 5)
+    found = explain(*pair)
+    assert (found.verdict, found.first, found.exit_code) == ("changed", "records", 3), found.text
+    assert "metrics.jsonl: checkpoints 5, 10 followed rows that are missing here" in words(found)
+    shutil.rmtree(pair[1] / "checkpoints")
+    found = explain(*pair)
+    assert found.verdict == "changed"
+    assert "says that the run completed, but the row of its end is missing" in words(found)
+
+
+def test_a_run_that_trains_has_no_end(pair):
+    """A killed one, too. Its newest checkpoint may have no row yet."""
+    file = pair[1] / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    saved = max(n for n, line in enumerate(lines) if '"event": "checkpoint"' in line)
+    file.write_text("".join(lines[:saved]))
+    (pair[1] / "status.json").write_text('{"state": "running", "step": 10}')
+    assert explain(*pair).verdict == "equal"
+
+
+def test_a_checkpoint_that_is_missing_is_a_note(pair):
+    shutil.rmtree(checkpoint_at(pair[1], 5))
+    found = explain(*pair)
+    assert found.exit_code == 0
+    (note,) = found.notes
+    assert note.startswith("B: the rows keep checkpoints that are missing, of steps 5; ")
+    assert f"verify_run.py {pair[1]}` checks all of B" in note
 
 
 def test_a_forged_score_is_not_explained(pair):
@@ -503,6 +555,7 @@ def test_no_difference_of_a_job_and_of_a_torn_row(runs, pair):
 def test_a_shorter_run_is_equal_up_to_its_end(runs, pair):
     edit_rows(pair[1], lambda rows: rows.__delitem__(slice(7, None)))
     shutil.rmtree(pair[1] / "checkpoints")
+    (pair[1] / "status.json").write_text('{"state": "running", "step": 6}')
     found = explain(*pair)
     assert found.exit_code == 0
     assert "later steps are not compared" in words(found)
