@@ -44,6 +44,7 @@ from gpt2_ddp.records.rows import (
     split_chain,
 )
 from gpt2_ddp.reports.settings import preset_files
+from gpt2_ddp.reports.states import config_differences
 from gpt2_ddp.reports.verify import CheckedRow
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
@@ -283,8 +284,25 @@ def read_record(folder: Path) -> Record:
     run_id = str(start.get("run_id"))
     origins = _origins_of_fields(kind, start, rows)
     defect = read.defect or _cut_off(read, chains, is_ended)
-    notes = _missing_checkpoints(rows, checkpoints)
+    notes = [*_missing_checkpoints(rows, checkpoints), *_edited_config(folder, rows)]
     return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
+
+
+def _edited_config(folder: Path, rows: Sequence[Row]) -> list[str]:
+    """A note of config.yaml, if it is not what the newest row with a configuration has. A kill may
+    have come between the two."""
+    newest = next((row for row in reversed(rows) if row.get("config")), None)
+    if newest is None or newest is rows[-1] or not os.path.isfile(folder / CONFIG):
+        return []
+    try:
+        settings = read_yaml(str(folder / CONFIG), "runs")
+    except UserError:
+        return [f"{CONFIG} cannot be read; the rows have the configuration"]
+    different = config_differences(CONFIG, settings, newest["config"])
+    if not different:
+        return []
+    more = f" (and {len(different) - 1} more)" if different[1:] else ""
+    return [f"{different[0]}{more}, whose value is compared"]
 
 
 class ReadRows(NamedTuple):

@@ -265,6 +265,61 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
+class LastScores(NamedTuple):
+    """The last score of both runs.
+
+    Attributes:
+        field: of the rows, such as `val_bits_per_byte`.
+        values: of the first run and of the second.
+        steps: of these rows.
+        is_of_one_text: whether both scored the same validation data.
+    """
+
+    field: str
+    values: tuple[float, float]
+    steps: tuple[int, int]
+    is_of_one_text: bool
+
+    @property
+    def difference(self) -> float:
+        """The second less the first."""
+        return self.values[1] - self.values[0]
+
+    @property
+    def better(self) -> str:
+        """A or B; empty for equal scores, and for those that do not compare."""
+        if not self.is_of_one_text or not self.difference:
+            return ""
+        is_lower_better = "accuracy" not in self.field
+        return "A" if (self.difference > 0) == is_lower_better else "B"
+
+
+def last_scores(first: Record, second: Record) -> LastScores | None:
+    """The last bits per byte of both runs; of runs without, the last loss of an evaluation, or
+    accuracy; None if they share no such score."""
+    is_same_data = all(
+        first.stretches[-1].conditions.get(name) == second.stretches[-1].conditions.get(name)
+        for name in ("data", "data_hash", "tokenizer")
+    )
+    for field in (BITS, "val_loss", "val_accuracy"):
+        found = [_last_with(field, record.rows) for record in (first, second)]
+        one, other = found
+        if one is None or other is None:
+            continue
+        values = (_number(one[field]), _number(other[field]))
+        if values[0] is None or values[1] is None:
+            continue
+        is_of_one_text = is_same_data and all(one.get(name) == other.get(name) for name in AMOUNTS)
+        steps = (one["step"], other["step"])
+        return LastScores(field, (values[0], values[1]), steps, is_of_one_text)
+    return None
+
+
+def _last_with(field: str, rows: Mapping[int, Row]) -> Row | None:
+    """The last row with a field."""
+    return next((rows[step] for step in sorted(rows, reverse=True) if field in rows[step]), None)
+
+
 class Compared(NamedTuple):
     """The checkpoints of the steps that both runs have.
 
@@ -296,10 +351,11 @@ def compare_checkpoints(first: Record, second: Record) -> Compared:
             continue  # deleted meanwhile by a running training
         is_damaged = not (one.checkpoint and other.checkpoint)
         try:
-            pair = [each.checkpoint or verify(each.path, weights=False) for each in (one, other)]
+            mine = one.checkpoint or verify(one.path, weights=False)
+            theirs = other.checkpoint or verify(other.path, weights=False)
             if parting is None:
                 equal_until = compared[-1] if compared else None
-                parting = _tensor_parting(*pair, equal_until, is_damaged)
+                parting = _tensor_parting(mine, theirs, equal_until, is_damaged)
         except (CorruptCheckpoint, SafetensorError, OSError):
             left_out.append(step)
             continue
