@@ -14,6 +14,7 @@ import os
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from pydantic import ValidationError
 
 from gpt2_ddp.checkpoint.format import MANIFEST, list_checkpoints, step_of
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml, split_flags
 from gpt2_ddp.config.own_settings import OWN
@@ -33,13 +35,16 @@ from gpt2_ddp.files import no_such_folder
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
+    STATUS,
     Row,
+    is_complete,
     is_event,
     is_rollback,
     read_lines,
     split_chain,
 )
 from gpt2_ddp.reports.settings import preset_files
+from gpt2_ddp.reports.states import config_differences
 from gpt2_ddp.reports.verify import CheckedRow
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
@@ -209,7 +214,8 @@ class Record:
         rows: the rows of steps that no rollback undid, by step.
         checkpoints: folders by step.
         defect: the first row that is no row, or has a wrong chain: its line, and its step or event;
-            empty if there is none.
+            or what of the folder is newer than the last row; empty if there is none.
+        notes: what else of the folder is not as the rows have it.
         origins: what has set fields of the configuration in place of the user: `train.minutes` or
             `own_text`, by the fields' names.
     """
@@ -222,6 +228,7 @@ class Record:
     checkpoints: dict[int, Path]
     defect: str
     origins: Mapping[str, str]
+    notes: list[str]
 
     @property
     def last(self) -> int:
@@ -246,7 +253,12 @@ def read_record(folder: Path) -> Record:
         if os.path.isfile(folder / MANIFEST):
             hint = "is a checkpoint or a folder of data; name a run folder, like runs/stdlib"
         raise UserError("runs", folder, no_such_folder(folder) or hint)
-    rows, defect = _read_rows(file)
+    # before the rows: what a running training writes next is newer
+    is_ended = is_complete(folder)
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
+    chains = _chains_of(checkpoints)
+    read = _read_rows(file)
+    rows = read.rows
     start = next((row for row in rows if row.get("event") == "start"), None)
     if start is None:
         raise UserError("runs", folder, f"has no row of a start in {METRICS}")
@@ -269,10 +281,74 @@ def read_record(folder: Path) -> Record:
         if changes is not None:
             stretches = [stretch for stretch in stretches if stretch.begin < step]
             stretches.append(Stretch(step, changes))
-    checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     run_id = str(start.get("run_id"))
     origins = _origins_of_fields(kind, start, rows)
-    return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins)
+    defect = read.defect or _cut_off(read, chains, is_ended)
+    notes = [*_missing_checkpoints(rows, checkpoints), *_edited_config(folder, rows)]
+    return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
+
+
+def _edited_config(folder: Path, rows: Sequence[Row]) -> list[str]:
+    """A note of config.yaml, if it is not what the newest row with a configuration has. A kill may
+    have come between the two."""
+    newest = next((row for row in reversed(rows) if row.get("config")), None)
+    if newest is None or newest is rows[-1] or not os.path.isfile(folder / CONFIG):
+        return []
+    try:
+        settings = read_yaml(str(folder / CONFIG), "runs")
+    except UserError:
+        return [f"{CONFIG} cannot be read; the rows have the configuration"]
+    different = config_differences(CONFIG, settings, newest["config"])
+    if not different:
+        return []
+    more = f" (and {len(different) - 1} more)" if different[1:] else ""
+    return [f"{different[0]}{more}, whose value is compared"]
+
+
+class ReadRows(NamedTuple):
+    """The rows that can be read, the first defect, as verify_run.py would name it, and the chains
+    of all rows and of the empty file."""
+
+    rows: list[Row]
+    defect: str
+    chains: set[str]
+
+
+def _chains_of(checkpoints: Mapping[int, Path]) -> dict[int, str]:
+    """The chain of the row before each readable checkpoint, by its step. Large files are not
+    hashed: `partings` does that."""
+    chains: dict[int, str] = {}
+    for step, path in checkpoints.items():
+        with suppress(CorruptCheckpoint, UserError):
+            chains[step] = verify(path, weights=False).state.log.chain
+    return chains
+
+
+def _cut_off(read: ReadRows, chains: Mapping[int, str], is_ended: bool) -> str:
+    """What shows that the last rows are missing; empty if nothing does."""
+    lost = [step for step, chain in chains.items() if chain not in read.chains]
+    if lost:
+        names = ", ".join(f"{step:,}" for step in lost)
+        of = f"the checkpoint of step {names}" if len(lost) == 1 else f"checkpoints {names}"
+        return f"{METRICS}: {of} followed rows that are missing here"
+    has_end = any(row.get("event") == "end" for row in read.rows)
+    if is_ended and not has_end:
+        return f"{METRICS}: {STATUS} says that the run completed, but the row of its end is missing"
+    return ""
+
+
+def _missing_checkpoints(rows: Sequence[Row], checkpoints: Mapping[int, Path]) -> list[str]:
+    """A note of the checkpoints that the rows keep, and the folder lacks."""
+    kept: list[int] = []
+    for row in rows:
+        if is_rollback(row):
+            kept = [step for step in kept if step <= row["step"]]
+        kept = row.get("kept", kept)
+    missing = [step for step in dict.fromkeys(kept) if step not in checkpoints]
+    if not missing:
+        return []
+    steps = ", ".join(f"{step:,}" for step in missing)
+    return [f"the rows keep checkpoints that are missing, of steps {steps}"]
 
 
 def _origins_of_fields(kind: str, start: Row, rows: Sequence[Row]) -> dict[str, str]:
@@ -287,11 +363,12 @@ def _origins_of_fields(kind: str, start: Row, rows: Sequence[Row]) -> dict[str, 
     return origins
 
 
-def _read_rows(file: Path) -> tuple[list[Row], str]:
-    """The rows that can be read, and the first defect, as verify_run.py would name it."""
+def _read_rows(file: Path) -> ReadRows:
+    """Reads the rows."""
     rows: list[Row] = []
     defect = ""
     chain = FIRST_CHAIN
+    chains = {chain}
     for number, line in enumerate(read_lines(file), 1):
         if line.torn:  # by a kill, or a run that still trains
             break
@@ -307,8 +384,9 @@ def _read_rows(file: Path) -> tuple[list[Row], str]:
             problem = "this row was changed, or one before it is missing"
             defect = defect or f"{METRICS}, line {number} ({row}): {problem}"
         chain = recorded or chain
+        chains.add(chain)
         rows.append(line.row)
-    return rows, defect
+    return ReadRows(rows, defect, chains)
 
 
 def _changes(kind: str, row: Row, stretches: Sequence[Stretch], folder: Path) -> Row | None:

@@ -87,6 +87,45 @@ def describe_data(first: Record, second: Record, step: int) -> DataDifference:
     return DataDifference(lines, effects, first_step)
 
 
+def other_texts(first: Record, second: Record) -> tuple[str, str] | None:
+    """The sources of two runs' data in words, if their manifests have other texts; None if they
+    have the same, or cannot be read."""
+    manifests: list[list[Manifest]] = []
+    for record in (first, second):
+        folders = _folders(record.stretches[0].conditions)
+        known = [folder.manifest for folder in folders if isinstance(folder, Folder)]
+        if not known or len(known) < len(folders):
+            return None
+        manifests.append(known)
+    hashes = [[_hash_of_text(manifest) for manifest in each] for each in manifests]
+    sources = [[manifest.source for manifest in each] for each in manifests]
+    is_hashed = all(text for each in hashes for text in each)
+    one, other = hashes if is_hashed else sources  # older manifests have no hash
+    if one == other:
+        return None
+    names = [", ".join(map(_name_of, each)) for each in sources]
+    if names[0] == names[1]:  # the file was changed, or is in another folder
+        names = [
+            ", ".join(text[:8] for text in each) if is_hashed else ", ".join(each)
+            for each in (one, other)
+        ]
+    return names[0], names[1]
+
+
+def _hash_of_text(manifest: Manifest) -> str:
+    """SHA-256 of the files that were prepared; empty if the manifest has none."""
+    match manifest.recipe:
+        case {"fingerprint": {"sha256": str(sha256)}}:
+            return sha256
+        case _:
+            return ""
+
+
+def _name_of(source: str) -> str:
+    """A source without its folder."""
+    return Path(source).name if source.startswith("/") else source
+
+
 def describe_texts(first: Record, second: Record) -> Iterator[str]:
     """The text and the tokens of each folder of two runs."""
     for name, record in (("A", first), ("B", second)):

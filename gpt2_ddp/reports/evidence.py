@@ -28,6 +28,8 @@ BEFORE_UPDATES: tuple[What, ...] = ("loss", "gradient norm", "counts")
 """Numbers of a step that its update does not change."""
 ROUNDED: tuple[What, ...] = ("loss", "gradient norm", "scores", "tensors")
 """Partings that rounding explains, up to a limit."""
+MASKS = ("model.dropout", "model.attention_dropout")
+"""Conditions of training alone: no evaluation drops anything."""
 LIMITS = {
     "fp32": ((40, 3e-5), (100, 3e-4), (200, 3e-3), (400, 1e-2)),
     "bf16": ((40, 5e-3), (100, 1e-2), (200, 2e-2), (400, 4e-2)),
@@ -99,12 +101,14 @@ class Evidence(NamedTuple):
 
 def first_step(cause: Cause, what: What) -> int:
     """The first step whose number of this kind may differ by a cause. Scores of the untrained model
-    are of step 0, if the cause is there from the first step on."""
+    are of step 0, if the cause is there from the first step on. Dropout changes scores by the
+    updates alone."""
     effects = {*cause.effects}
     is_late = not effects & {"data", "order", "model", "rounding"}
     if what in BEFORE_UPDATES and is_late:
         return cause.step + 1
-    is_untrained = what == "scores" and effects & {"data", "model", "rounding", "scores"}
+    is_scored = bool(effects & {"data", "model", "rounding", "scores"})
+    is_untrained = what == "scores" and is_scored and cause.name not in MASKS
     return 0 if is_untrained and cause.step == 1 else cause.step
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from gpt2_ddp.config.tools import ExplainConfig
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
+from gpt2_ddp.project import command_for
 from gpt2_ddp.reports.conditions import (
     Cause,
     Record,
@@ -25,13 +26,19 @@ from gpt2_ddp.reports.conditions import (
     ordered,
     read_record,
 )
-from gpt2_ddp.reports.data_differences import changed_shards, describe_data, describe_texts
+from gpt2_ddp.reports.data_differences import (
+    changed_shards,
+    describe_data,
+    describe_texts,
+    other_texts,
+)
 from gpt2_ddp.reports.evidence import Evidence
 from gpt2_ddp.reports.explanation import Change, Explanation, Verdict, as_text
 from gpt2_ddp.reports.partings import (
     Parting,
     compare_checkpoints,
     has_other_tokens,
+    last_scores,
     other_own_numbers,
     row_partings,
 )
@@ -65,11 +72,16 @@ def explain(first: Path, second: Path) -> Explanation:
     if checkpoints.parting:
         partings = sorted([*partings, checkpoints.parting], key=lambda parting: parting.step)
     found = [_with_details(cause, one, other) for cause in differences(one, other)]
+    found += _texts(found, one, other)
     ignored = [cause.name for cause in found if cause.effects == ("none",)]
     causes = ordered([cause for cause in found if cause.effects != ("none",)])
     evidence = Evidence(one, other, causes, partings)
     changes = _changes(one, other, checkpoints.damages)
     notes = _notes(one, other)
+    notes += [
+        f"the checkpoint of step {step:,} is not compared: its tensors cannot be read"
+        for step in checkpoints.left_out
+    ]
     if any(not evidence.sufficient(parting) for parting in partings):
         more, changed_data, data_notes = _hidden_causes(one, other)
         evidence = evidence._replace(causes=[*causes, *more])
@@ -116,9 +128,20 @@ def _judge(
         steps=(begin, max(min(one.last, other.last), begin)),
         checkpoints=checkpoints,
         notes=notes,
+        last_scores=last_scores(one, other),
         text="",
     )
     return replace(explanation, text="\n".join(as_text(explanation, evidence)))
+
+
+def _texts(causes: list[Cause], one: Record, other: Record) -> list[Cause]:
+    """The texts, where the tokenizers differ and the texts do, too: other tokens of one text follow
+    from the tokenizer."""
+    tokenizer = next((cause for cause in causes if cause.name == "tokenizer"), None)
+    texts = other_texts(one, other) if tokenizer else None
+    if tokenizer is None or texts is None:
+        return []
+    return [Cause("data", tokenizer.step, texts, ("data",))]
 
 
 def _name_of(parting: Parting) -> str:
@@ -211,6 +234,8 @@ def _notes(one: Record, other: Record) -> list[str]:
     for name, record in (("A", one), ("B", other)):
         if not record.rows:
             notes.append(f"{name} has no row of a step yet")
+        check = f"`{command_for('verify_run')} {truncate(record.folder, 100)}` checks all of {name}"
+        notes += [f"{name}: {note}; {check}" for note in record.notes]
     if one.rows and other.rows and not one.rows.keys() & other.rows.keys():
         notes.append("the runs have no row of a common step, so no numbers are compared")
     if one.last != other.last:

@@ -17,7 +17,7 @@ from gpt2_ddp.project import command_for
 from gpt2_ddp.records.rows import Row
 from gpt2_ddp.reports.conditions import Cause, Effect
 from gpt2_ddp.reports.evidence import MEASURED, ROUNDED, Evidence, limit
-from gpt2_ddp.reports.partings import Apart, Parting, TensorDifference, What
+from gpt2_ddp.reports.partings import Apart, LastScores, Parting, TensorDifference, What
 
 Verdict = Literal["equal", "explained", "not explained", "changed"]
 EXIT_CODES: dict[Verdict, int] = {"equal": 0, "explained": 1, "not explained": 3, "changed": 3}
@@ -42,6 +42,8 @@ NUMBERS: dict[What, str] = {
 }
 USUAL = ("order_digest", "lr", "loss", "grad_norm", "val_loss")
 """Fields that their `What` alone names."""
+REPEATED: tuple[What, ...] = ("order", "loss", "gradient norm", "scores")
+"""Numbers that a training does not make equal again."""
 VALUE = 34
 """Most characters of a value in the table."""
 LINE = 118
@@ -87,6 +89,7 @@ class Explanation:
         steps: the first common step and the last one; with the same number for none.
         checkpoints: steps of the checkpoints that were compared.
         notes: what could not be compared.
+        last_scores: the last score of both; None if they have none in common.
         text: all of this for people: a paragraph, and tables.
     """
 
@@ -101,6 +104,7 @@ class Explanation:
     steps: tuple[int, int]
     checkpoints: list[int]
     notes: list[str]
+    last_scores: LastScores | None
     text: str
 
     def __str__(self) -> str:
@@ -129,6 +133,7 @@ class Explanation:
             "steps": [*self.steps],
             "checkpoints": self.checkpoints,
             "notes": self.notes,
+            "last_scores": _scores_as_json(self.last_scores),
             "text": self.text,
         }
 
@@ -141,6 +146,8 @@ def as_text(found: Explanation, evidence: Evidence) -> Iterator[str]:
         yield f"\n{fill(' '.join(_change_sentences(found)), LINE)}"
     paragraph = " ".join((*_answer(found), *_numbers(found, evidence)))
     yield f"\n{fill(paragraph, LINE)}"
+    if found.last_scores:
+        yield f"\n{fill(_last_scores(found.last_scores), LINE)}"
     yield from _cause_lines(found.causes)
     yield from _parting_lines(found)
     if found.ignored:
@@ -149,6 +156,28 @@ def as_text(found: Explanation, evidence: Evidence) -> Iterator[str]:
     if found.notes:
         yield ""
     yield from (truncate(f"note: {note}", 2 * LINE) for note in found.notes)
+
+
+def _last_scores(last: LastScores) -> str:
+    """Which run is better, in a sentence."""
+    one, other = last.values
+    first, second = last.steps
+    scores = f"The last {last.field}: A {one:.4f} (step {first:,}), B {other:.4f} (step {second:,})"
+    if not last.is_of_one_text:
+        return f"{scores}; their data differ, so neither is said to be better."
+    if not last.better:
+        return f"{scores}, the same."
+    if f"{one:.4f}" == f"{other:.4f}":
+        return f"{scores}; they differ by {abs(last.difference):.2g}."
+    after = ", after another number of steps" if first != second else ""
+    return f"{scores}; {last.better} is better, by {abs(last.difference):.2g}{after}."
+
+
+def _scores_as_json(last: LastScores | None) -> Row | None:
+    if last is None:
+        return None
+    more = {"difference": last.difference, "better": last.better or None}
+    return last._asdict() | {"values": [*last.values], "steps": [*last.steps]} | more
 
 
 def _cause_lines(causes: Sequence[Cause]) -> Iterator[str]:
@@ -221,9 +250,10 @@ def _answer(found: Explanation) -> Iterator[str]:
     elif found.verdict == "changed":
         yield f"The runs record that they differ in {_listed(names)}."
     elif names[0] == found.first:
-        yield _first_sentence(found.causes[0])
-        if names[1:]:
-            yield f"They also differ in {_listed(names[1:])}."
+        yield _first_sentence(found.causes)
+        others = _others(found.causes)
+        if others:
+            yield f"They also differ in {_listed(others)}."
     else:
         yield f"The runs differ in {_listed(names)}, which does not explain what differs first."
 
@@ -261,15 +291,31 @@ def _numbers(found: Explanation, evidence: Evidence) -> Iterator[str]:
         yield from _advice(evidence)
 
 
-def _first_sentence(cause: Cause) -> str:
+def _others(causes: Sequence[Cause]) -> list[str]:
+    """The names of the causes after the first; those that a rule chose are the last."""
+    others = [cause for cause in causes[1:] if not (_has_texts(causes) and cause.name == "data")]
+    return [cause.name for cause in sorted(others, key=lambda cause: all(cause.origins))]
+
+
+def _has_texts(causes: Sequence[Cause]) -> bool:
+    """Whether the first cause is another tokenizer, and the texts are known to differ, too."""
+    return causes[0].name == "tokenizer" and any(cause.name == "data" for cause in causes)
+
+
+def _first_sentence(causes: Sequence[Cause]) -> str:
+    cause = causes[0]
     one, other = _shown_values(cause)
+    name = truncate(cause.name, LINE)
+    if _has_texts(causes):
+        one, other = _shown_values(next(each for each in causes if each.name == "data"))
+        name = "text and tokenizer"
     if cause.name == "train.deterministic" and cause.values[0] == cause.values[1]:
         return "Without train.deterministic, kernels of a GPU add in another order each time."
     begins = f"from step {cause.step:,} on" if cause.step > 1 else "from the start"
     effect = f"may change {_effects(cause)}"
     if cause.effects == ("rounding",):
         effect = "changes only rounding"
-    differs = f"A and B differ first in {truncate(cause.name, LINE)}"
+    differs = f"A and B differ first in {name}"
     return f"{differs} ({one} and {other}, {begins}), which {effect}."
 
 
@@ -284,6 +330,11 @@ def _parting_sentence(parting: Parting) -> str:
         sentence += f" (the row of step {parting.equal_until:,} is equal)"
     largest = parting.largest
     if not largest:  # digests have no size
+        return f"{sentence}."
+    if parting.what == "learning rate":
+        sentence += f": {_both(parting.apart[0])}"
+        if largest.step != parting.step:
+            sentence += f"; and most at step {largest.step:,}: {_both(largest)}"
         return f"{sentence}."
     sentence += f", by {_amount(parting.apart[0])}"
     if largest.step != parting.step:
@@ -323,9 +374,11 @@ def _judgement(parting: Parting, evidence: Evidence, verdict: Verdict) -> str:
     if follows_equal(evidence, parting):
         file = f"a file of the checkpoint of step {parting.step:,}"
         return f"The rows before and after it are equal: {file} was changed, not the training."
-    if parting.equal_again is not None and parting.what in ("order", "loss", "gradient norm"):
+    if parting.equal_again is not None and parting.what in REPEATED:
         again = f"They are equal again at step {parting.equal_again:,}"
         return f"{again}: rows were changed, not the training."
+    if not evidence.causes:
+        return "No recorded difference explains that."
     rounding = [cause for cause in evidence.causes if "rounding" in cause.effects]
     if rounding and parting.what in ROUNDED:
         beyond = evidence.beyond_rounding(parting, rounding[0])
@@ -366,9 +419,10 @@ def _advice(evidence: Evidence) -> Iterator[str]:
 
 def _parting_row(parting: Parting, names: Sequence[str], begin: int) -> list[str]:
     """A row of the table of partings. `begin`: the last step before the common ones."""
-    first = _amount(parting.apart[0]) if parting.apart else "–"
+    shown = _both if parting.what == "learning rate" else _amount
+    first = shown(parting.apart[0]) if parting.apart else "–"
     largest = (
-        f"{_amount(parting.largest)} at step {parting.largest.step:,}" if parting.largest else "–"
+        f"{shown(parting.largest)} at step {parting.largest.step:,}" if parting.largest else "–"
     )
     if parting.tensors:
         first = f"{len(parting.tensors)} of {parting.compared} tensors"
@@ -441,6 +495,12 @@ def _shown(value: object) -> str:
     text = "null" if value is None else str(value)
     is_hash = len(text) in (40, 64) and all(letter in "0123456789abcdef" for letter in text)
     return f"hash {text[:10]}" if is_hash else truncate(text, VALUE)
+
+
+def _both(apart: Apart) -> str:
+    """The two values."""
+    one, other = ("no number" if value is None else f"{value:.3g}" for value in apart.values)
+    return f"{one} and {other}"
 
 
 def _amount(apart: Apart) -> str:

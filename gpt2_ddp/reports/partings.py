@@ -8,10 +8,13 @@ tokenizers are not compared, as they are of other tokens; bits per byte are.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
+from safetensors import SafetensorError
+
 from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Tensors
-from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify_recorded
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify, verify_recorded
 from gpt2_ddp.records.rows import Row, is_own
 from gpt2_ddp.reports.conditions import Record
 
@@ -262,6 +265,61 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
+class LastScores(NamedTuple):
+    """The last score of both runs.
+
+    Attributes:
+        field: of the rows, such as `val_bits_per_byte`.
+        values: of the first run and of the second.
+        steps: of these rows.
+        is_of_one_text: whether both scored the same validation data.
+    """
+
+    field: str
+    values: tuple[float, float]
+    steps: tuple[int, int]
+    is_of_one_text: bool
+
+    @property
+    def difference(self) -> float:
+        """The second less the first."""
+        return self.values[1] - self.values[0]
+
+    @property
+    def better(self) -> str:
+        """A or B; empty for equal scores, and for those that do not compare."""
+        if not self.is_of_one_text or not self.difference:
+            return ""
+        is_lower_better = "accuracy" not in self.field
+        return "A" if (self.difference > 0) == is_lower_better else "B"
+
+
+def last_scores(first: Record, second: Record) -> LastScores | None:
+    """The last bits per byte of both runs; of runs without, the last loss of an evaluation, or
+    accuracy; None if they share no such score."""
+    is_same_data = all(
+        first.stretches[-1].conditions.get(name) == second.stretches[-1].conditions.get(name)
+        for name in ("data", "data_hash", "tokenizer")
+    )
+    for field in (BITS, "val_loss", "val_accuracy"):
+        found = [_last_with(field, record.rows) for record in (first, second)]
+        one, other = found
+        if one is None or other is None:
+            continue
+        values = (_number(one[field]), _number(other[field]))
+        if values[0] is None or values[1] is None:
+            continue
+        is_of_one_text = is_same_data and all(one.get(name) == other.get(name) for name in AMOUNTS)
+        steps = (one["step"], other["step"])
+        return LastScores(field, (values[0], values[1]), steps, is_of_one_text)
+    return None
+
+
+def _last_with(field: str, rows: Mapping[int, Row]) -> Row | None:
+    """The last row with a field."""
+    return next((rows[step] for step in sorted(rows, reverse=True) if field in rows[step]), None)
+
+
 class Compared(NamedTuple):
     """The checkpoints of the steps that both runs have.
 
@@ -269,50 +327,71 @@ class Compared(NamedTuple):
         parting: the first that differ, if there are any.
         damages: damaged files of the first run and of the second.
         steps: of the checkpoints that were compared.
+        left_out: steps of damaged checkpoints that cannot be compared.
     """
 
     parting: Parting | None
     damages: tuple[list[str], list[str]]
     steps: list[int]
+    left_out: list[int]
 
 
 def compare_checkpoints(first: Record, second: Record) -> Compared:
     """Hashes the files of the checkpoints of common steps, and compares the tensors of the first
-    pair with other hashes, one tensor at a time."""
+    pair with other hashes, one tensor at a time. Damaged ones are compared, too, if their tensors
+    can be read."""
     damages: tuple[list[str], list[str]] = ([], [])
     parting: Parting | None = None
     compared: list[int] = []
+    left_out: list[int] = []
     for step in sorted(first.checkpoints.keys() & second.checkpoints.keys()):
         one = _verified(first, step, damages[0])
         other = _verified(second, step, damages[1])
-        if not one or not other:
+        if not one.path.is_dir() or not other.path.is_dir():
+            continue  # deleted meanwhile by a running training
+        is_damaged = not (one.checkpoint and other.checkpoint)
+        try:
+            mine = one.checkpoint or verify(one.path, weights=False)
+            theirs = other.checkpoint or verify(other.path, weights=False)
+            if parting is None:
+                equal_until = compared[-1] if compared else None
+                parting = _tensor_parting(mine, theirs, equal_until, is_damaged)
+        except (CorruptCheckpoint, SafetensorError, OSError):
+            left_out.append(step)
             continue
-        if parting is None:
-            equal_until = compared[-1] if compared else None
-            parting = _tensor_parting(one, other, equal_until)
         compared.append(step)
-    return Compared(parting, damages, compared)
+    return Compared(parting, damages, compared, left_out)
 
 
-def _verified(record: Record, step: int, damages: list[str]) -> Checkpoint | None:
-    """The checkpoint, if its files are those of its manifest, and that the one which the rows
+class Verified(NamedTuple):
+    """A checkpoint's folder; and the checkpoint, if its files are what the run wrote."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+
+
+def _verified(record: Record, step: int, damages: list[str]) -> Verified:
+    """Whether a checkpoint's files are those of its manifest, and that the one which the rows
     record; else `damages` get what was changed."""
     path = record.checkpoints[step]
     try:
-        return verify_recorded(path)
+        return Verified(path, verify_recorded(path))
     except CorruptCheckpoint as damage:
         if path.is_dir():  # not deleted meanwhile by a running training
             place = f"checkpoints/{path.name}"
             if damage.file != path:
                 place += f"/{damage.file.name}"
             damages.append(f"{place}: {damage.reason}")
-        return None
+        return Verified(path, None)
 
 
-def _tensor_parting(one: Checkpoint, other: Checkpoint, equal_until: int | None) -> Parting | None:
-    """Where the weights of two checkpoints part, or else their optimizer state."""
+def _tensor_parting(
+    one: Checkpoint, other: Checkpoint, equal_until: int | None, is_damaged: bool
+) -> Parting | None:
+    """Where the weights of two checkpoints part, or else their optimizer state. The manifest of
+    a damaged one does not have the hashes of its files. Raises: SafetensorError, OSError."""
     for file in (MODEL, OPTIMIZER):
-        if one.sha256(file) == other.sha256(file):
+        if one.sha256(file) == other.sha256(file) and not is_damaged:
             continue
         before = one.tensors(file)
         after = other.tensors(file)

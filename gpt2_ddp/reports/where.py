@@ -13,6 +13,7 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, islice
@@ -98,6 +99,7 @@ class Use(NamedTuple):
         window, first: number of the window in its folder, and position of its first token.
         times: how often the window has the whole text; 0: only a part of it.
         undone_at: the step that a rollback went back to; None for a step that counts.
+        rest_left_out: whether no window of this pass has the rest of the text.
     """
 
     step: int
@@ -111,6 +113,7 @@ class Use(NamedTuple):
     position: int
     times: int
     undone_at: int | None = None
+    rest_left_out: bool = False
 
 
 class Answer(NamedTuple):
@@ -122,6 +125,8 @@ class Answer(NamedTuple):
         uses: windows of the steps that count, by rising step.
         undone: windows of steps that a rollback has undone. Their positions are skipped since.
         quotes: the first places, with the text around.
+        left_out: by folder, the complete passes that have left the text out, though others have it:
+            only with `data.shift_windows`.
     """
 
     reached: int
@@ -129,6 +134,7 @@ class Answer(NamedTuple):
     uses: list[Use]
     undone: list[Use]
     quotes: list[str]
+    left_out: dict[str, list[int]]
 
     @property
     def steps(self) -> list[int]:
@@ -170,6 +176,7 @@ class Answer(NamedTuple):
             "places": [place._asdict() for place in self.places],
             "uses": [use._asdict() for use in self.uses],
             "undone": [use._asdict() for use in self.undone],
+            "left_out": self.left_out,
         }
 
 
@@ -244,6 +251,11 @@ def answer_question(command: WhereConfig) -> int:
     if text is not None:
         answer = find(run, text)
         print(json.dumps(answer.as_json()) if command.json else describe(answer))
+        if not answer.places and command.file is None and "\\n" in text:
+            hint = "bash writes a line break as $'one\\ntwo'; or name a file with --file"
+            print(
+                f"note: the text has a backslash and an n, no line break: {hint}", file=sys.stderr
+            )
     elif command.step:
         _show_steps(run, command, [PastStep(command.step, run.history)], [])
     elif command.spike:
@@ -377,12 +389,15 @@ def find(run: RecordedRun, text: str) -> Answer:
     quotes: list[str] = []
     uses: list[Use] = []
     undone: list[Use] = []
+    left_out: dict[str, list[int]] = {}
     for number, (folder, split, stream) in enumerate(splits):
         occurrences = found[number]
         seen = np.zeros(len(occurrences.first), bool)
         whys = [""] * len(seen)
         if split == "train":
-            seen, of_undone = _add_uses(run, number, occurrences, uses, undone)
+            seen, of_undone, passes = _add_uses(run, number, occurrences, uses, undone)
+            if passes:
+                left_out[folder] = passes
             whys = _whys(run, number, occurrences, seen, of_undone)
         columns = (occurrences.first.tolist(), occurrences.last.tolist(), seen.tolist(), whys)
         places += [Place(folder, split, *values) for values in zip(*columns, strict=True)]
@@ -390,7 +405,7 @@ def find(run: RecordedRun, text: str) -> Answer:
             quotes.append(_quote(stream, tokenizer, place))
     uses.sort(key=_place_of)
     undone.sort(key=_place_of)
-    return Answer(run.history.step, places, uses, undone, quotes)
+    return Answer(run.history.step, places, uses, undone, quotes, left_out)
 
 
 def _place_of(use: Use) -> tuple[int, int]:
@@ -427,10 +442,10 @@ def _search(search: TextSearch, streams: Sequence[TokenStream], text: str) -> li
 
 def _add_uses(
     run: RecordedRun, number: int, occurrences: Occurrences, uses: list[Use], undone: list[Use]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Adds the uses of the windows of folder `number` that have one of the occurrences. Returns
     which of the occurrences are in a step that counts, and which in one that a rollback has undone:
-    bool [n] both."""
+    bool [n] both; and the passes without any of them, from 1 on."""
     found = _positions(run, number, occurrences)
     skipped = run.history.is_skipped(found.positions)
     counts = _chosen(found, ~skipped & (found.positions < run.history.end))
@@ -443,21 +458,37 @@ def _add_uses(
         mine = _chosen(found, in_undone & ~history.is_skipped(found.positions))
         undone += _uses(run, number, occurrences, mine, history, step)
         of_undone |= _has_window(run, number, occurrences, mine)
-    return _has_window(run, number, occurrences, counts), of_undone
+    return _has_window(run, number, occurrences, counts), of_undone, _left_out(run, number, found)
+
+
+def _left_out(run: RecordedRun, number: int, found: Uses) -> list[int]:
+    """The complete passes over folder `number` that have no window of `found`, from 1 on. Without
+    shifted windows, all passes have the same; of an order of one's own, passes are not known."""
+    is_known = type(run.order).items_at in INVERTED and run.corpus.sources[number].shifts > 1
+    if not len(found.positions) or not is_known:
+        return []
+    having = {int(epoch) + 1 for epoch in found.epochs}
+    return [each for each in range(1, _passes(run, number) + 1) if each not in having]
 
 
 def _has_window(run: RecordedRun, number: int, occurrences: Occurrences, uses: Uses) -> np.ndarray:
     """Which of the occurrences in folder `number` are in a window of these uses, or a part of
     them: bool [n]."""
     source = run.corpus.sources[number]
-    starts = source.starts(_own_items(uses))
-    # those that overlap a window are neighbours
-    begins = np.searchsorted(occurrences.last, starts, side="left")
-    ends = np.searchsorted(occurrences.first, starts + source.block_size, side="right")
+    begins, ends = _overlaps(occurrences, source.starts(_own_items(uses)), source.block_size)
     changes = np.zeros(len(occurrences.first) + 1, np.int64)
     np.add.at(changes, begins, 1)
     np.add.at(changes, ends, -1)
     return np.cumsum(changes)[:-1] > 0
+
+
+def _overlaps(
+    occurrences: Occurrences, starts: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first occurrence that overlaps each window, and the one after the last: int64 [n] both.
+    Those that overlap a window are neighbours."""
+    begins = np.searchsorted(occurrences.last, starts, side="left")
+    return begins, np.searchsorted(occurrences.first, starts + size, side="right")
 
 
 def _whys(
@@ -545,6 +576,12 @@ def _uses(
     # both ends of the occurrences ascend
     whole = np.searchsorted(occurrences.last, starts + source.block_size, side="right")
     whole = (whole - np.searchsorted(occurrences.first, starts, side="left")).clip(0)
+    begins, ends = _overlaps(occurrences, starts, source.block_size)
+    windows = items % len(source)
+    is_first = (windows == 0) & (occurrences.first[begins] < starts)
+    is_last = windows == len(source) - 1
+    is_last &= occurrences.last[ends - 1] > starts + source.block_size
+    rest_left_out = (whole == 0) & (is_first | is_last)
     steps, places = history.steps_of(found.positions)
     for n, (step, place) in enumerate(zip(steps.tolist(), places.tolist(), strict=True)):
         rank, micro_batch, row = _place_in_step(history, step, place)
@@ -555,11 +592,12 @@ def _uses(
             micro_batch=micro_batch,
             row=row,
             folder=run.names[number],
-            window=int(items[n]) % len(source),
+            window=int(windows[n]),
             first=int(starts[n]),
             position=int(found.positions[n]),
             times=int(whole[n]),
             undone_at=undone_at,
+            rest_left_out=bool(rest_left_out[n]),
         )
 
 
@@ -712,10 +750,16 @@ def _no_spike(run: RecordedRun, rows: list[Spike], name: str) -> str:
 def describe(answer: Answer) -> str:
     """The answer for people: the line, then where and when."""
     lines = [answer.text]
-    if answer.steps and answer.part_steps:
-        lines.append(
-            f"only a part of it, at the border of two windows: {_steps(answer.part_steps)}"
-        )
+    at_ends = sorted({use.step for use in answer.uses if use.rest_left_out} - {*answer.steps})
+    at_borders = [step for step in answer.part_steps if step not in at_ends]
+    if answer.steps and at_borders:
+        lines.append(f"only a part of it, at the border of two windows: {_steps(at_borders)}")
+    if at_ends:
+        rest = "the rest is in no window of that pass"
+        lines.append(f"only a part of it, {rest}: {_steps(at_ends)}")
+    for folder, passes in answer.left_out.items():
+        why = "data.shift_windows leaves out other first and last tokens in each epoch"
+        lines.append(f"{_epochs(passes)} of {truncate(folder)} left it out: {why}")
     if answer.uses and answer.undone:
         undone = _steps(sorted({use.step for use in answer.undone}))
         lines.append(f"undone by a rollback, and skipped since: {undone}")
@@ -747,6 +791,17 @@ def _cells(use: Use) -> tuple[str, ...]:
     cells = ["?" if number is None else str(number) for number in numbers]
     whole = f"{use.times} x" if use.times else "a part"
     return (*cells, truncate(use.folder), str(use.window), whole)
+
+
+def _epochs(epochs: list[int]) -> str:
+    """Ascending epochs in words: `epochs 2, 5 to 8`."""
+    groups = groupby(enumerate(epochs), lambda pair: pair[1] - pair[0])
+    ranges = [[epoch for _, epoch in group] for _, group in groups]
+    shown = [
+        f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges[:SHOWN]
+    ]
+    more = " and more" if len(ranges) > SHOWN else ""
+    return f"{'epoch' if len(epochs) == 1 else 'epochs'} {', '.join(shown)}{more}"
 
 
 def _steps(steps: list[int]) -> str:

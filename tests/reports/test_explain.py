@@ -370,7 +370,73 @@ def test_a_checkpoint_that_was_changed_is_said_first(pair, is_sealed):
     assert (found.verdict, found.first, found.exit_code) == ("changed", "checkpoints", 3)
     assert "B was changed after it was written: checkpoints/step-00000010" in words(found)
     assert place in words(found)
-    assert found.checkpoints == [5]
+    assert found.checkpoints == [5, 10]
+    (parting,) = found.partings
+    assert (parting.what, parting.step, len(parting.tensors)) == ("tensors", 10, 1)
+    assert "No number that is compared differs" not in words(found)
+
+
+def test_a_checkpoint_without_readable_tensors_is_left_out(pair):
+    file = checkpoint_at(pair[1], 10) / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * 16)
+    found = explain(*pair)
+    assert (found.verdict, found.checkpoints) == ("changed", [5]), found.text
+    assert (
+        "note: the checkpoint of step 10 is not compared: its tensors cannot be read" in found.text
+    )
+
+
+def cut(run, step):
+    """Deletes the rows from a step on; the chain of the others stays right."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+
+
+def test_rows_that_were_cut_off_are_a_change(pair):
+    """The checkpoints follow rows that are missing."""
+    cut(pair[1], 5)
+    found = explain(*pair)
+    assert (found.verdict, found.first, found.exit_code) == ("changed", "records", 3), found.text
+    assert "metrics.jsonl: checkpoints 5, 10 followed rows that are missing here" in words(found)
+    shutil.rmtree(pair[1] / "checkpoints")
+    found = explain(*pair)
+    assert found.verdict == "changed"
+    assert "says that the run completed, but the row of its end is missing" in words(found)
+
+
+def test_a_run_that_trains_has_no_end(pair):
+    """A killed one, too. Its newest checkpoint may have no row yet."""
+    file = pair[1] / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    saved = max(n for n, line in enumerate(lines) if '"event": "checkpoint"' in line)
+    file.write_text("".join(lines[:saved]))
+    (pair[1] / "status.json").write_text('{"state": "running", "step": 10}')
+    assert explain(*pair).verdict == "equal"
+
+
+def test_an_edited_configuration_is_a_note(pair):
+    """The rows have the one that was used."""
+    file = pair[1] / "config.yaml"
+    text = file.read_text()
+    assert "warmup_steps: 2" in text
+    file.write_text(text.replace("warmup_steps: 2", "warmup_steps: 3"))
+    found = explain(*pair)
+    assert found.exit_code == 0
+    (note,) = found.notes
+    beginning = "B: config.yaml: optim.warmup_steps is 3, in metrics.jsonl 2, whose value is"
+    assert note.startswith(beginning)
+    assert f"verify_run.py {pair[1]}` checks all of B" in note
+
+
+def test_a_checkpoint_that_is_missing_is_a_note(pair):
+    shutil.rmtree(checkpoint_at(pair[1], 5))
+    found = explain(*pair)
+    assert found.exit_code == 0
+    (note,) = found.notes
+    assert note.startswith("B: the rows keep checkpoints that are missing, of steps 5; ")
+    assert f"verify_run.py {pair[1]}` checks all of B" in note
 
 
 def test_a_forged_score_is_not_explained(pair):
@@ -503,6 +569,7 @@ def test_no_difference_of_a_job_and_of_a_torn_row(runs, pair):
 def test_a_shorter_run_is_equal_up_to_its_end(runs, pair):
     edit_rows(pair[1], lambda rows: rows.__delitem__(slice(7, None)))
     shutil.rmtree(pair[1] / "checkpoints")
+    (pair[1] / "status.json").write_text('{"state": "running", "step": 6}')
     found = explain(*pair)
     assert found.exit_code == 0
     assert "later steps are not compared" in words(found)
@@ -553,6 +620,24 @@ def test_causes_that_cannot_be_told_apart(pair):
     assert "Each explains it, and these numbers do not tell which did." in words(found)
 
 
+def test_dropout_leaves_the_scores_of_the_untrained_model(pair):
+    """So equal scores of step 0 do not rule it out beside another cause, and other ones are not
+    explained by it."""
+
+    def edit(rows, first):
+        for name in ("model.dropout", "optim.weight_decay"):
+            set_field(rows, name, FIELDS[name])
+        for field in ("val_loss", "val_bits_per_byte"):
+            scaled(rows, field, first)
+
+    forge(pair[1], lambda rows: edit(rows, 1))
+    (parting,) = explain(*pair).partings
+    assert (parting.equal_until, parting.step) == (0, 10)
+    assert explain(*pair).explained_by == [["model.dropout", "optim.weight_decay"]]
+    forge(pair[1], lambda rows: edit(rows, 0))
+    assert (explain(*pair).first, explain(*pair).exit_code) == ("scores", 3)
+
+
 def test_an_update_explains_no_loss_of_its_own_step(pair):
     """The loss of step 1 is that of the initial weights."""
 
@@ -592,6 +677,63 @@ def test_another_tokenizer_is_the_first_cause(pair):
     assert "differ first in tokenizer (512 tokens (" in words(found)
     assert "data.path" not in found.ignored
     assert "The order of the data is the same" not in words(found)
+
+
+def test_two_texts_are_named_beside_their_tokenizers(runs, tmp_path):
+    """From the manifests. Values of the user are named before those of a rule."""
+    base, run = (Path(shutil.copytree(runs / "base", tmp_path / name)) for name in "ab")
+    folder = Path(shutil.copytree(runs / "data", tmp_path / "data"))
+    edit_manifest(folder, source="/texts/other.txt", tokenizer_sha256="0" * 64)
+    command = "scripts/train_gpt2.py --data.path data/mine --optim.weight_decay 0.2"
+    forge(base, lambda rows: first_row(rows).update(command=command))
+
+    def edit(rows):
+        start = first_row(rows)
+        start.update(tokenizer_sha256="0" * 64, data_manifest=read_manifest(folder).hash)
+        start["command"] = command
+        start["config"]["data"]["path"] = [str(folder)]
+        for name in ("optim.lr", "optim.min_lr", "model.n_layer", "model.n_head", "model.n_embd"):
+            set_field(rows, name, 3)
+        set_field(rows, "optim.weight_decay", 0.2)
+        scaled(rows, "val_bits_per_byte", 0)
+        scaled(rows, "lr", 3)
+
+    forge(run, edit)
+    found = explain(base, run)
+    causes = {cause.name: cause for cause in found.causes}
+    source = read_manifest(runs / "data").source
+    assert causes["data"].values == (Path(source).name, "other.txt"), found.text
+    assert f"differ first in text and tokenizer ({Path(source).name} and other.txt, " in words(
+        found
+    )
+    assert "They also differ in optim.weight_decay, " in words(found)
+    (rate,) = (each for each in found.partings if each.what == "learning rate")
+    one, other = rate.apart[0].values
+    assert f"learning rates differ first at step 3: {one:.3g} and {other:.3g}" in words(found)
+
+
+def test_the_better_run_is_said(runs, pair):
+    last = [row for row in all_rows(runs / "base") if "val_bits_per_byte" in row][-1]
+    bits = last["val_bits_per_byte"]
+    found = explain(runs / "base", runs / "base")
+    assert f"The last val_bits_per_byte: A {bits:.4f} (step 10), B {bits:.4f}" in words(found)
+    assert (found.last_scores.values, found.last_scores.better) == ((bits, bits), "")
+    forge(pair[1], lambda rows: rows[-3].update(val_bits_per_byte=bits - 0.25))
+    for runs_, name in ((pair, "B"), (pair[::-1], "A")):
+        assert f"; {name} is better, by 0.25." in words(explain(*runs_))
+    scores = explain(runs / "base", runs / "window").last_scores
+    assert not scores.is_of_one_text
+    job = explain(runs / "job", runs / "job-rate").last_scores
+    assert job.field == "val_loss"
+
+
+def test_a_score_that_is_equal_again_was_changed(runs, tmp_path):
+    """A training does not come back to its numbers."""
+    pair = [Path(shutil.copytree(runs / "base", tmp_path / name)) for name in "ab"]
+    for run, value in zip(pair, (1.0, 2.0), strict=True):
+        forge(run, lambda rows, value=value: rows[6].update(val_bits_per_byte=value))
+    found = explain(*pair)
+    assert "They are equal again at step 10: rows were changed, not the training." in words(found)
 
 
 def test_other_data_are_in_no_list_of_what_changes_nothing(runs):

@@ -408,6 +408,43 @@ def test_text_that_each_pass_has_left_out(corpus, tmp_path, shift):
     assert ask(recorder.run, text=text)[1].splitlines()[0].startswith(f"in the data, {expected}")
 
 
+def test_passes_that_left_a_text_out_are_said(corpus, tmp_path):
+    """And the steps that have only its end, as their pass begins inside of it."""
+    folder = small_folder(corpus, tmp_path / "small")
+    stream = TokenStream(folder, read_manifest(folder), "train")
+    changes = {"data.shift_windows": True, "data.path": str(folder)}
+    recorder = recorded(folder, tmp_path, steps=4 * (len(stream) // SIZE), **changes)
+    source = recorder.corpus.sources[0]
+    n = len(source)
+    run = open_run(recorder.run, (), False)
+    passes = recorder.feed.state.position // n
+    items = [run.order.items_at(np.arange(n * each, n * each + n)) for each in range(passes)]
+    begins = [int(source.starts(of_pass.astype(np.int64)).min()) for of_pass in items]
+    last = sorted({*begins})[-2]  # all passes have a part of the tokens up to it, but one
+    (tokens,) = stream.read(np.array([0]), last + 1)
+    text = recorder.corpus.tokenizer.decode(tokens[1:])
+    answer = find(run, text)
+    (place,) = answer.places
+    assert (place.first, place.last) == (1, last)
+    left_out = [number for number, begin in enumerate(begins, 1) if begin > last]
+    cut = [number for number, begin in enumerate(begins, 1) if 1 < begin <= last]
+    assert answer.left_out == {str(folder): left_out}
+    assert {use.epoch for use in answer.uses if use.rest_left_out} >= {*cut}
+    assert not any(use.rest_left_out and begins[use.epoch - 1] <= 1 for use in answer.uses[:-1])
+    out = ask(recorder.run, text=text)[1]
+    names = "epoch" if len(left_out) == 1 else "epochs"
+    assert f"\n{names} {', '.join(map(str, left_out))} of {folder} left it out: data.shift" in out
+    assert "only a part of it, the rest is in no window of that pass: step" in out
+    assert "at the border of two windows" not in out
+
+
+def test_a_backslash_is_no_line_break(corpus, tmp_path):
+    recorder = recorded(corpus, tmp_path)
+    _, out, errors = ask(recorder.run, text=r"no such\ntext")
+    assert out == "not in this data\n"
+    assert errors.splitlines()[-1].startswith("note: the text has a backslash and an n, no line")
+
+
 def tokens_of(recorder, item):
     """The positions of a window's tokens."""
     windows = recorder.corpus.sources[0]
