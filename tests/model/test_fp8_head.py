@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_near_the_exact_ones(soft_cap):
     (0.5 * own).backward()
     assert weight.grad.dtype == torch.float32
     # sums of roundings of up to 6 % each, of both signs; their size is that of the numbers
-    assert_close(own, loss, 0.02)
+    assert_close(own, loss, 0.04)
     for gradient, right in ((x.grad, of_x), (weight.grad, of_weight)):
         error = (2 * gradient.double() - right).norm() / right.norm()
         assert 1e-3 < error < 0.08
@@ -127,9 +127,9 @@ def test_chunks_are_the_whole(monkeypatch, chunk):
     monkeypatch.setattr(fp8, "CHUNK", chunk)
     parts = fp8_loss(x, weight, targets, VOCAB, None)
     own = torch.autograd.grad(parts, (x, weight))
-    assert_close(parts, whole, 1e-6)
+    assert_close(parts, whole, 2e-6)
     assert torch.equal(own[0], gradients[0])
-    assert_close(own[1], gradients[1], 1e-6)
+    assert_close(own[1], gradients[1], 2e-6)
 
 
 def model_of(kind="gpt2", fp8_head=True):

@@ -71,7 +71,7 @@ def test_a_run_that_became_longer_is_compared_with_a_longer_one(tmp_path):
     assert standing(run)[0] == "within"
     expected = make_ladder().expect(PARAMETERS, 2 * TOKENS)
     shown = [float(number) for number in re.findall(r"\d\.\d+", expected_text(run))]
-    assert_close(shown, [*expected], 1e-3)
+    assert_close(shown, [*expected], 5e-3)
     assert make_ladder().expect(PARAMETERS, TOKENS).low > expected.high
     far = run_of(tmp_path / "far", 1.0, 50 * STEPS, 50 * STEPS)
     assert standing(far) is None
@@ -84,7 +84,7 @@ def test_the_band_is_drawn_in_nats(tmp_path):
     assert drawn.steps[-1] == STEPS
     assert drawn.steps[0] >= 0.2 * STEPS
     end = make_ladder().expect(PARAMETERS, TOKENS)
-    assert_close([drawn.low[-1] / NATS, drawn.high[-1] / NATS], [end.low, end.high], 3e-3)
+    assert_close([drawn.low[-1] / NATS, drawn.high[-1] / NATS], [end.low, end.high], 1.2e-2)
     assert (np.diff(drawn.low) < 0).all()
     assert (drawn.low < drawn.high).all()
     chart = Curves([run]).loss()
