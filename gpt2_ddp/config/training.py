@@ -135,6 +135,8 @@ class ModelConfig(Section):
     n_inner: int | None = Field(default=None, ge=1, le=10**7)
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of
     64"""
+    tie_word_embeddings: bool | None = None
+    """whether the head has the weights of the embedding; null: of gpt2 yes, of the others no"""
     rope_theta: PositiveFloat = 10_000.0
     """rotary positions: base of the wavelengths"""
     document_mask: bool = False

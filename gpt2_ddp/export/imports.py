@@ -162,6 +162,9 @@ def _read_config(source: str, folder: Path) -> ModelConfig:
     theirs |= theirs.get("rope_parameters") or {}
     names = LAYOUTS[kind].shape
     shape = {name: theirs[field] for name, field in names.items()}
+    tied = bool(theirs["tie_word_embeddings"])
+    if tied != ARCHITECTURES[kind].tied:
+        shape["tie_word_embeddings"] = tied
     try:
         model = ModelConfig(architecture=kind, **shape)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, mlp_width
+from gpt2_ddp.model.architecture import ARCHITECTURES, is_tied, mlp_width
 from gpt2_ddp.model.export_layout import ExportLayout
 from gpt2_ddp.model.gpt import GPT
 
@@ -42,7 +42,7 @@ def fixed_fields(config: ModelConfig) -> dict[str, Any]:
     fields |= layout_of(config).fixed
     if kind.rotary:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    fields["tie_word_embeddings"] = kind.tied
+    fields["tie_word_embeddings"] = is_tied(config)
     return fields
 
 

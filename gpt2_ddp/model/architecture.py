@@ -81,7 +81,7 @@ class Architecture(NamedTuple):
         query_norm: of queries and keys (Henry et al., 2020), before the rotation; None: none.
         rotated_norm: the same after the rotation.
         embedding_norm: of the embeddings; None: none.
-        tied: whether the head is the embedding.
+        tied: whether the head is the embedding, unless `model.tie_word_embeddings` says it.
         soft_cap: of logits, `cap · tanh(logits / cap)` (Gemma 2, 2024); None: none.
         pairs: rows of an embedding of each token with the one before, hashed (Huang et al., 2025);
             0: none.
@@ -138,6 +138,13 @@ ARCHITECTURES = {
     "speedrun": SPEEDRUN,
 }
 """The architectures by `model.architecture`."""
+
+
+def is_tied(config: ModelConfig) -> bool:
+    """Whether the head is the embedding."""
+    if config.tie_word_embeddings is None:
+        return ARCHITECTURES[config.architecture].tied
+    return config.tie_word_embeddings
 
 
 class Context(NamedTuple):

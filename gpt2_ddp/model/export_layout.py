@@ -60,6 +60,7 @@ GPT2_EXPORT = ExportLayout(
         "wte": ["transformer.wte"],
         "wpe": ["transformer.wpe"],
         "ln_f": ["transformer.ln_f"],
+        "lm_head": ["lm_head"],
         "ln_1": ["ln_1"],
         "ln_2": ["ln_2"],
         "attn.c_attn": ["attn.c_attn"],

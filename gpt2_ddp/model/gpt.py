@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, is_tied, make_norm, rotation
 from gpt2_ddp.model.fp8 import fp8_loss
 from gpt2_ddp.model.loss import fuses_loss, one_pass_loss, trains_in_bf16
 from gpt2_ddp.model.optim import Role, roles
@@ -107,7 +107,7 @@ class GPT(nn.Module):
         self.embedding_norm = kind.embedding_norm(config.n_embd) if kind.embedding_norm else None
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
-        self.lm_head = None if kind.tied else nn.Linear(config.n_embd, padded, bias=False)
+        self.lm_head = None if is_tied(config) else nn.Linear(config.n_embd, padded, bias=False)
         # the head's bias: gives the padding probability 0 within the matrix multiplication; no
         # checkpoint has it, so it is on the CPU even if the model is made on the meta device
         mask = torch.zeros(padded, device="cpu")

@@ -64,9 +64,10 @@ def encoded(tokens, merges):
     return bpe.encode(TEXT).ids
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", LLAMA_CPP)
-def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind):
-    model = tiny(TOKENIZER.vocab_size, **shape_of(kind))
+def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind, tied):
+    model = tiny(TOKENIZER.vocab_size, tie_word_embeddings=tied, **shape_of(kind))
     write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     wanted = expected(model)

@@ -57,7 +57,14 @@ def test_every_architecture_of_the_configuration_is_registered():
 
 
 @pytest.mark.parametrize(
-    ("shape", "length"), [({}, 32), ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7), ({}, 1)]
+    ("shape", "length"),
+    [
+        ({}, 32),
+        ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7),
+        ({}, 1),
+        ({"tie_word_embeddings": True}, 7),
+        ({"tie_word_embeddings": False}, 7),
+    ],
 )
 @of_transformers
 @float64()
@@ -70,6 +77,14 @@ def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, 
     model(tokens, targets).backward()
     F.cross_entropy(theirs(tokens).logits.mT, targets).backward()
     assert_close(to_transformers(gradients(model), model), gradients(theirs))
+
+
+def test_the_head_is_the_embedding_where_the_field_or_the_architecture_says_so():
+    tied = {kind: make(kind).lm_head is None for kind in ARCHITECTURES}
+    assert tied == {kind: kind == "gpt2" for kind in ARCHITECTURES}
+    for kind in ARCHITECTURES:
+        for value in (True, False):
+            assert (make(kind, tie_word_embeddings=value).lm_head is None) is value
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])

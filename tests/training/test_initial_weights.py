@@ -73,9 +73,10 @@ def start(config):
     return model
 
 
-def saved(folder, kind="gpt2", **options):
+def saved(folder, kind="gpt2", tied=None, **options):
     """A model as transformers saves it, with the tokenizer of the golden corpus."""
-    model = tiny(TOKENIZER.vocab_size, block_size=32, **SHAPES[kind])
+    shape = SHAPES[kind] | {"block_size": 32, "tie_word_embeddings": tied}
+    model = tiny(TOKENIZER.vocab_size, **shape)
     in_transformers(model, TOKENIZER.eot).save_pretrained(folder, **options)
     shutil.copy(CORPUS / "tokenizer.json", folder)
     return folder
@@ -124,6 +125,11 @@ def zero_row(tensors):
     return tensors
 
 
+def tied_the_other_way(folder):
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    saved(folder, kind, tied=kind != "gpt2")
+
+
 NOT_FETCHED = {"attn_implementation": "nobody/kernel"}
 NOT_IN_4 = fields(
     "rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None
@@ -145,6 +151,7 @@ FOLDERS = [
     ("llama", NOT_IN_4),  # of transformers 4
     ("llama", PAD),
     ("nanochat", PAD),  # the default of transformers' NanoChat
+    *((kind, tied_the_other_way, {"tie_word_embeddings": kind != "gpt2"}) for kind in LAYOUTS),
 ]
 """Architecture, how its folder differs from what transformers
 saves now, and fields of the model section, if any."""
@@ -222,13 +229,11 @@ EARLY = [
         {
             "scale_attn_by_inverse_layer_idx": True,
             "add_cross_attention": True,
-            "tie_word_embeddings": False,
         },
         {},
         [
             "scale_attn_by_inverse_layer_idx: true",
             "add_cross_attention: true",
-            "tie_word_embeddings: false",
         ],
     ),
     ("gpt2", {"model_type": "t5"}, {}, ["is a model of type t5; only gpt2, llama, qwen3"]),
@@ -303,7 +308,6 @@ EARLY = [
         "llama",
         {
             "rms_norm_eps": 1e-05,
-            "tie_word_embeddings": True,
             "hidden_act": "gelu",
             "attention_bias": True,
             "mlp_bias": True,
@@ -316,7 +320,6 @@ EARLY = [
             "rms_norm_eps: 1e-05",
             "attention_bias: true",
             "mlp_bias: true",
-            "tie_word_embeddings: true",
         ],
     ),
     (
@@ -364,6 +367,7 @@ LATE = [
     (pointer("config.json"), r"config.json: is a pointer of git-LFS"),
     (drop("transformer.h.1.mlp.c_fc.weight"), "h.1.mlp.c_fc.weight is missing"),
     (drop(HEAD), f"{HEAD} is missing", SHAPES["llama"]),
+    (fields(tie_word_embeddings=False), f"{HEAD} is missing"),
     (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), "score.weight is unknown"),
     (tensor("h.0.ln_1.weight", lambda t: t[:-1]), r"h.0.ln_1.weight has shape \[31\]"),
     (tensor("h.1.ln_2.bias", lambda t: t / 0), "h.1.ln_2.bias .* not finite"),
