@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.loss import OnePassFunction, loss_of_logits
+from gpt2_ddp.model.loss import HeadInputs, OnePassFunction, loss_of_logits
 
 CAPABILITY = (8, 9)
 """Least compute capability of GPUs that multiply fp8 numbers: Ada, Hopper, Blackwell."""
@@ -33,7 +33,7 @@ weight's gradient, which takes longer with more chunks."""
 EMULATED_ON: tuple[str, ...] = ()
 """Types of devices on which products of fp8 numbers are computed in fp32, for tests and trials."""
 LEAST = 2.0**-100
-"""Smallest largest number of a tensor: the scale of zeros."""
+"""Least largest number that a scale is made for: that of a tensor of zeros would be 0."""
 
 
 def missing_fp8(device: torch.device) -> str:
@@ -128,14 +128,8 @@ def fp8_loss(
 
 class _LossInFp8(OnePassFunction):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        soft_cap: float | None,
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, *inputs: *HeadInputs) -> Tensor:
+        x, weight, targets, vocab_size, soft_cap = inputs
         rows = to_fp8(x)
         head = to_fp8(weight)
         head_columns = by_columns(head)  # [V, C]
