@@ -51,7 +51,7 @@ def _local_run(path: str, field: str, whole: bool = True) -> str:
     with reading(path, field) as bucket:
         for record in RECORDS:
             (folder / record).unlink(missing_ok=True)
-        bucket.get("", folder, RECORDS)
+        bucket.get("", folder, reversed(RECORDS))
         if not any((folder / record).exists() for record in RECORDS):
             bucket.get_checkpoint("", folder)
         manifests = bucket.checkpoints() if whole else {}

@@ -35,16 +35,15 @@ from gpt2_ddp.files import no_such_folder
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
-    STATUS,
     Row,
-    is_complete,
+    ended_status,
     is_event,
     is_rollback,
     read_lines,
     split_chain,
 )
 from gpt2_ddp.reports.settings import preset_files
-from gpt2_ddp.reports.states import config_differences
+from gpt2_ddp.reports.states import config_differences, end_defect
 from gpt2_ddp.reports.verify import CheckedRow
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
@@ -254,7 +253,7 @@ def read_record(folder: Path) -> Record:
             hint = "is a checkpoint or a folder of data; name a run folder, like runs/stdlib"
         raise UserError("runs", folder, no_such_folder(folder) or hint)
     # before the rows: what a running training writes next is newer
-    is_ended = is_complete(folder)
+    status = ended_status(folder)
     checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     chains = _chains_of(checkpoints)
     read = _read_rows(file)
@@ -283,7 +282,7 @@ def read_record(folder: Path) -> Record:
             stretches.append(Stretch(step, changes))
     run_id = str(start.get("run_id"))
     origins = _origins_of_fields(kind, start, rows)
-    defect = read.defect or _cut_off(read, chains, is_ended)
+    defect = read.defect or _cut_off(folder, read, chains, status)
     notes = [*_missing_checkpoints(rows, checkpoints), *_edited_config(folder, rows)]
     return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
 
@@ -324,17 +323,17 @@ def _chains_of(checkpoints: Mapping[int, Path]) -> dict[int, str]:
     return chains
 
 
-def _cut_off(read: ReadRows, chains: Mapping[int, str], is_ended: bool) -> str:
-    """What shows that the last rows are missing; empty if nothing does."""
+def _cut_off(folder: Path, read: ReadRows, chains: Mapping[int, str], status: Row) -> str:
+    """What shows that the last rows are missing; empty if nothing does. `chains`, `status`: of the
+    folder before the rows were read."""
     lost = [step for step, chain in chains.items() if chain not in read.chains]
     if lost:
         names = ", ".join(f"{step:,}" for step in lost)
         of = f"the checkpoint of step {names}" if len(lost) == 1 else f"checkpoints {names}"
         return f"{METRICS}: {of} followed rows that are missing here"
-    has_end = any(row.get("event") == "end" for row in read.rows)
-    if is_ended and not has_end:
-        return f"{METRICS}: {STATUS} says that the run completed, but the row of its end is missing"
-    return ""
+    if status != ended_status(folder):  # a training has begun meanwhile
+        return ""
+    return end_defect(status, [*filter(is_event, read.rows)], read.rows[-1])
 
 
 def _missing_checkpoints(rows: Sequence[Row], checkpoints: Mapping[int, Path]) -> list[str]:

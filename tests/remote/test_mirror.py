@@ -20,6 +20,7 @@ import psutil
 import pytest
 from commands import expect_error
 from faults.mutations import flip
+from fsspec.implementations.local import LocalFileSystem
 from ranks import run_ranks, run_until_killed, wait_until
 from runs import (
     assert_same,
@@ -39,6 +40,7 @@ from gpt2_ddp.data import fetch as missing
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import local_copy, read_json
+from gpt2_ddp.records.rows import METRICS, STATUS, ended_status
 from gpt2_ddp.remote import mirror, mirror_process
 from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.remote.mirror import FIELD, LEASE, Lease, Mirror
@@ -613,6 +615,51 @@ def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, mo
     shutil.move(tmp_path / "later", run / "checkpoints")
     one.copy(ENDED)
     assert Bucket(f"file://{bucket}/run").checkpoints().keys() == models(copied / "run").keys()
+
+
+def test_the_end_of_a_run_is_copied_with_its_rows(copied, tmp_path, monkeypatch):
+    """The run ends while it is copied, and while a command copies the copy. Nobody sees a status
+    that is newer than the rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    run = tmp_path / "run"
+    shutil.copytree(copied / "run", run)
+    rows = (run / METRICS).read_text()
+    status = (run / STATUS).read_text()
+    bucket = tmp_path / "bucket/run"
+
+    def train_again(folder):
+        (folder / METRICS).write_text("".join(rows.splitlines(keepends=True)[:-1]))
+        (folder / STATUS).write_text('{"state": "running", "step": 10}')
+
+    def end(folder):
+        (folder / METRICS).write_text(rows)
+        (folder / STATUS).write_text(status)
+
+    def ending(read, folder):
+        def call(*arguments):
+            found = read(*arguments)
+            if Path(arguments[-1]).name in (METRICS, STATUS):
+                end(folder)
+            return found
+
+        return call
+
+    train_again(run)
+    one = mirror_at(tmp_path / "bucket", run)
+    one.restore()
+    with monkeypatch.context() as ends:
+        ends.setattr(mirror, "content_of", ending(mirror.content_of, run))
+        one._copy(is_last=False)
+    assert ended_status(run)
+    assert not ended_status(bucket)
+    one._renew()
+    assert not ended_status(bucket)
+    train_again(bucket)
+    with monkeypatch.context() as ends:
+        ends.setattr(LocalFileSystem, "get_file", ending(LocalFileSystem.get_file, bucket))
+        (copy,) = with_local_runs(StatusConfig(runs=(f"file://{bucket}",))).runs
+    assert ended_status(bucket)
+    assert not ended_status(Path(copy))
 
 
 def test_a_run_that_saves_and_deletes_faster_than_it_is_copied(copied, tmp_path, monkeypatch):

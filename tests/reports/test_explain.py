@@ -37,6 +37,7 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.remote.copies import with_local_runs
+from gpt2_ddp.reports import conditions
 from gpt2_ddp.reports.conditions import EFFECTS, effects_of
 from gpt2_ddp.reports.evidence import LIMITS, limit
 from gpt2_ddp.reports.explain import explain_runs
@@ -403,16 +404,28 @@ def test_rows_that_were_cut_off_are_a_change(pair):
     shutil.rmtree(pair[1] / "checkpoints")
     found = explain(*pair)
     assert found.verdict == "changed"
-    assert "says that the run completed, but the row of its end is missing" in words(found)
+    assert "says that the run completed at step 10, but the row of that end is missing" in words(
+        found
+    )
 
 
-def test_a_run_that_trains_has_no_end(pair):
-    """A killed one, too. Its newest checkpoint may have no row yet."""
+def test_a_run_that_trains_has_no_end(pair, monkeypatch):
+    """A killed one, too. Its newest checkpoint may have no row yet. A training may begin while the
+    rows are read, or be killed before its start is in status.json."""
     file = pair[1] / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     saved = max(n for n, line in enumerate(lines) if '"event": "checkpoint"' in line)
     file.write_text("".join(lines[:saved]))
+    completed = (pair[1] / "status.json").read_text()
     (pair[1] / "status.json").write_text('{"state": "running", "step": 10}')
+    assert explain(*pair).verdict == "equal"
+    found = iter([{}, {}, json.loads(completed), {}])
+    with monkeypatch.context() as begins:
+        begins.setattr(conditions, "ended_status", lambda folder: next(found))
+        assert explain(*pair).verdict == "equal"
+    file.write_text("".join(lines[: saved + 1]))
+    edit_rows(pair[1], lambda rows: rows.append(rows[0] | {"step": 10}))
+    (pair[1] / "status.json").write_text(completed)
     assert explain(*pair).verdict == "equal"
 
 
