@@ -34,6 +34,7 @@ class CheckpointCommand(Command):
     """A script that reads a checkpoint"""
 
     positional = "checkpoint"
+    reads = "checkpoints"
 
     checkpoint: str = "runs/stdlib"
     """run folder (its newest intact checkpoint) or checkpoint"""
@@ -261,6 +262,7 @@ class VerifyConfig(Command):
 
     in_one_process = True
     positional = "run"
+    reads = "checkpoints"
 
     run: str = "runs/stdlib"
     """run folder"""
@@ -286,7 +288,7 @@ with warnings.catch_warnings():
 
         in_one_process = True
         positional = "runs"
-        reads_checkpoints = True
+        reads = "checkpoints"
 
         runs: tuple[str, ...] = ()
         """the two run folders"""
@@ -304,6 +306,7 @@ with warnings.catch_warnings():
 
         in_one_process = True
         positional = "run"
+        reads = "code"
 
         run: str = "runs/stdlib"
         """run folder"""

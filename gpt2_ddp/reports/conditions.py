@@ -31,7 +31,7 @@ from gpt2_ddp.config.saved import CONFIGS, complete
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig
 from gpt2_ddp.data.mixture import recorded_mixture
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import no_such_folder
+from gpt2_ddp.files import no_such_folder, url_of_copy
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
@@ -209,6 +209,7 @@ class Record:
     """What a run folder says of a run.
 
     Attributes:
+        name: the folder, or the URL of which it is the copy.
         stretches: in the order of their steps; at least one.
         rows: the rows of steps that no rollback undid, by step.
         checkpoints: folders by step.
@@ -219,7 +220,7 @@ class Record:
             `own_text`, by the fields' names.
     """
 
-    folder: Path
+    name: str
     kind: str
     run_id: str
     stretches: list[Stretch]
@@ -247,11 +248,12 @@ def read_record(folder: Path) -> Record:
     """Reads a run folder. Nothing in it is executed. Raises: UserError for a folder without a row
     of a start, and for a kind that this release lacks."""
     file = folder / METRICS
+    name = url_of_copy(folder)
     if not os.path.isfile(file):
         hint = f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
         if os.path.isfile(folder / MANIFEST):
             hint = "is a checkpoint or a folder of data; name a run folder, like runs/stdlib"
-        raise UserError("runs", folder, no_such_folder(folder) or hint)
+        raise UserError("runs", name, no_such_folder(folder) or hint)
     # before the rows: what a running training writes next is newer
     status = ended_status(folder)
     checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
@@ -260,11 +262,11 @@ def read_record(folder: Path) -> Record:
     rows = read.rows
     start = next((row for row in rows if row.get("event") == "start"), None)
     if start is None:
-        raise UserError("runs", folder, f"has no row of a start in {METRICS}")
+        raise UserError("runs", name, f"has no row of a start in {METRICS}")
     kind = str(start.get("kind"))
     if kind not in CONFIGS:
         hint = f"is of an unknown kind of run, {kind}; this release supports {', '.join(CONFIGS)}"
-        raise UserError("runs", folder, hint)
+        raise UserError("runs", name, hint)
     stretches: list[Stretch] = []
     valid: dict[int, Row] = {}
     for row in rows:
@@ -284,7 +286,7 @@ def read_record(folder: Path) -> Record:
     origins = _origins_of_fields(kind, start, rows)
     defect = read.defect or _cut_off(folder, read, chains, status)
     notes = [*_missing_checkpoints(rows, checkpoints), *_edited_config(folder, rows)]
-    return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
+    return Record(name, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
 
 
 def _edited_config(folder: Path, rows: Sequence[Row]) -> list[str]:
@@ -453,7 +455,8 @@ def _start_conditions(kind: str, start: Row, folder: Path) -> Row:
     try:
         mixture = recorded_mixture(start)
     except ValueError as error:
-        raise UserError("runs", folder, f"{METRICS}: the mixture of a start is damaged") from error
+        problem = f"{METRICS}: the mixture of a start is damaged"
+        raise UserError("runs", url_of_copy(folder), problem) from error
     if mixture:
         conditions["data"] = mixture.manifests
         conditions["mixture"] = [[begin, weights] for begin, weights in mixture.phases]

@@ -75,7 +75,7 @@ class Explanation:
     """Why two runs differ.
 
     Attributes:
-        runs: their folders, A and B.
+        runs: their folders or URLs, A and B.
         verdict: `equal`, `explained`, `not explained`, or `changed`: a run or its data were changed
             after they were written.
         first: name of the first cause: a condition such as `optim.lr`; where none suffices, what

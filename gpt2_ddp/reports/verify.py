@@ -34,7 +34,7 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.mixture import recorded_mixture
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import no_such_folder, sha256_file
+from gpt2_ddp.files import no_such_folder, sha256_file, url_of_copy
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
@@ -171,7 +171,7 @@ def verify_run(command: VerifyConfig) -> int:
     n_defects = 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
-        raise UserError("run", run, hint)
+        raise UserError("run", url_of_copy(run), hint)
     if not os.path.lexists(run / METRICS) and os.path.isfile(run / MANIFEST):
         hint = f"is a checkpoint; name its run folder, {run.resolve().parent.parent}"
         raise UserError("run", run, hint)
@@ -187,7 +187,7 @@ def verify_run(command: VerifyConfig) -> int:
         for line in lines:
             print(truncate(line, LINE))
     verdict = f"not intact, defects: {n_defects}" if n_defects else "intact"
-    print(truncate(f"{run} is {verdict}", LINE))
+    print(truncate(f"{url_of_copy(run)} is {verdict}", LINE))
     return 1 if n_defects else 0
 
 

@@ -38,7 +38,7 @@ from gpt2_ddp.data.search import Occurrences, TextSearch
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, replace_surrogates
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import no_such_folder, regular
+from gpt2_ddp.files import no_such_folder, regular, url_of_copy
 from gpt2_ddp.output import text_table
 from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.records.rows import METRICS, Row, is_event, is_rollback
@@ -240,8 +240,8 @@ class RecordedRun(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The folders."""
-        return self.config.data.paths
+        """The folders, or the URLs of which they are copies."""
+        return tuple(map(url_of_copy, self.config.data.paths))
 
 
 def answer_question(command: WhereConfig) -> int:
@@ -314,18 +314,19 @@ def question(command: WhereConfig) -> str | None:
 def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
     """Reads a run's rows, and opens its data. Raises: UserError if the run is no GPT's, its rows
     are damaged, or the data are not those of the run."""
+    name = url_of_copy(run)
     if not os.path.isfile(run / METRICS):
         hint = no_such_folder(run) or f"has no {METRICS}; name a run folder of train_gpt2.py"
-        raise UserError("run", run, hint)
+        raise UserError("run", name, hint)
     log = Log(run / METRICS, ())
     if log.defects:
-        raise UserError("rows", run, f"{log.defects[0]}; {CHECK}")
+        raise UserError("rows", name, f"{log.defects[0]}; {CHECK}")
     starts = log.named("start")
     kind = str(starts[-1].get("kind"))
     config = read_config(kind, log.config_row["config"], METRICS)
     if not isinstance(config, TrainingConfig):
         hint = f"is a {kind} run, without a text; name a run of train_gpt2.py"
-        raise UserError("run", run, hint)
+        raise UserError("run", name, hint)
     if data:
         folders = config.data.model_copy(update={"path": tuple(map(_checked, data))})
         config = config.model_copy(update={"data": folders})
@@ -370,7 +371,8 @@ def _task_class(run: Path, starts: list[Row], trust_code: bool) -> type[Pretrain
             continue
     task, problem = task_class(starts, newest, trust_code)
     if problem:
-        raise UserError("task", run, f"the order of its data is not known: {problem}")
+        hint = f"the order of its data is not known: {problem}"
+        raise UserError("task", url_of_copy(run), hint)
     return task
 
 
@@ -571,6 +573,7 @@ def _uses(
     undone_at: int | None = None,
 ) -> Iterator[Use]:
     source = run.corpus.sources[number]
+    folder = run.names[number]
     items = _own_items(found)
     starts = source.starts(items)
     # both ends of the occurrences ascend
@@ -591,7 +594,7 @@ def _uses(
             rank=rank,
             micro_batch=micro_batch,
             row=row,
-            folder=run.names[number],
+            folder=folder,
             window=int(windows[n]),
             first=int(starts[n]),
             position=int(found.positions[n]),
@@ -630,6 +633,7 @@ def texts_of(run: RecordedRun, past: PastStep, rank: int | None = None) -> Itera
     positions = history.positions(step)
     items = run.order.items_at(positions)
     shares = interleaved(layout.processes, layout.micro_batch, history.size)
+    names = run.names
     for micro_batch, of_ranks in enumerate(shares):
         for of_rank, share in enumerate(of_ranks):
             if rank not in (None, of_rank):
@@ -644,7 +648,7 @@ def texts_of(run: RecordedRun, past: PastStep, rank: int | None = None) -> Itera
                     rank=of_rank,
                     micro_batch=micro_batch,
                     row=row,
-                    folder=run.names[number],
+                    folder=names[number],
                     window=item % len(source),
                     position=int(positions[place]),
                     first=first,

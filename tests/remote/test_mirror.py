@@ -28,6 +28,7 @@ from runs import (
     edit_manifest,
     is_intact,
     newest_checkpoint,
+    said,
     train_with_faults,
     training_config,
 )
@@ -47,6 +48,7 @@ from gpt2_ddp.remote.mirror import FIELD, LEASE, Lease, Mirror
 from gpt2_ddp.remote.mirror_process import MirrorProcess
 from gpt2_ddp.remote.objects import Bucket, describe, fetch_data, reading
 from gpt2_ddp.remote.transfer import TransferConfig, transfer
+from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.training.initial_weights import import_place
 
 NUMBERS = count()
@@ -914,6 +916,7 @@ def test_commands_read_a_run_at_a_url(bucket, tmp_path, monkeypatch):
     shutil.rmtree(bucket / "run/step-00000008")
     (status,) = with_local_runs(StatusConfig(runs=(url,))).runs
     assert (Path(status) / "status.json").exists()
+    assert said(show_status, StatusConfig(runs=(status,)))[1].startswith(f"{url}  ")
     assert not (Path(status) / "checkpoints/step-00000010").exists()
     compared = with_local_runs(ExplainConfig(runs=(url, url))).runs
     assert newest_checkpoint(Path(compared[1])).name == "step-00000010"

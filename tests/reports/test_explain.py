@@ -886,13 +886,19 @@ def test_runs_at_urls(runs, tmp_path, monkeypatch, capsys):
     config = with_local_runs(ExplainConfig(runs=(urls[0], urls[1]), json=True))
     assert explain_runs(config) == 1
     found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == urls
+    assert found["text"].startswith(f"A = {urls[0]}\nB = {urls[1]}\n")
+    assert f"{tmp_path}/cache" not in json.dumps(found)
     here = explain(runs / "base", runs / "lr").as_json()
     assert found["partings"] == here["partings"]
     assert found["checkpoints"] == [5, 10]
     url = mirrored(runs / "lr", tmp_path / "spoiled")
     spoil(tmp_path / "spoiled/lr/step-00000010/model.safetensors")
     spoiled = with_local_runs(ExplainConfig(runs=(url, urls[0])))
-    assert explain(*map(Path, spoiled.runs)).verdict == "changed"
+    changed = explain(*map(Path, spoiled.runs))
+    assert changed.verdict == "changed"
+    assert f"verify_run.py {url}` checks all of A" in words(changed)
+    expect_error(f"is of a regression run, {url} of", explain, Path(spoiled.runs[0]), runs / "job")
 
 
 def mirrored(run, bucket):

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -460,16 +461,24 @@ def runs_of(numbers):
 
 
 def test_a_run_and_data_at_urls(corpus, tmp_path, monkeypatch, capsys):
-    """The command gets copies; the Python function, and `--data`, too."""
+    """The command gets copies, of a run its records alone; the Python function, and `--data`, too.
+    The answer names the URLs."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     recorder = recorded(corpus, tmp_path)
     text = texts(recorder, recorder.reads[7][-1])
     answer = f"step {recorder.reads[7][0]}\n"
     question = {"run": f"file://{recorder.run}", "text": text}
+    for name in ("step-00000002", "step-00000004"):  # as a bucket has them
+        (recorder.run / name).mkdir()
+        (recorder.run / name / "manifest.json").write_text('{"files": {}}')
     config = with_local_runs(WhereConfig.model_validate(question))
     assert said(answer_question, config)[1].startswith(answer)
+    assert not [*Path(config.run).rglob("step-*")]
     url = f"file://{corpus}"
-    assert ask(recorder.run, text=text, data=[url])[1].startswith(answer)
+    said_of_url = ask(recorder.run, text=text, data=[url])[1]
+    assert said_of_url.startswith(answer)
+    assert f"{url} (train): once" in said_of_url
+    assert f"{tmp_path}/cache" not in said_of_url
     recorder.rows[0]["config"]["data"]["path"] = [url]
     recorder.write()
     assert ask(recorder.run, text=text)[1].startswith(answer)
@@ -478,6 +487,12 @@ def test_a_run_and_data_at_urls(corpus, tmp_path, monkeypatch, capsys):
         ask(recorder.run, text=text, data=[nothing])
     with pytest.raises(UserError, match="without credentials"):
         ask(recorder.run, text=text, data=["s3://key:secret@bucket/data"])
+    recorder.rows[0]["code"] = {"name": "mine.py:Mine", "sha256": "0" * 64}
+    recorder.write()
+    config = with_local_runs(WhereConfig.model_validate(question))
+    assert [path.name for path in Path(config.run).rglob("step-*")] == ["step-00000004"]
+    with pytest.raises(UserError, match=rf"task = file://{recorder.run}: the order of its data"):
+        answer_question(config)
 
 
 def test_what_a_rollback_undid_was_never_trained_on(corpus, tmp_path):
