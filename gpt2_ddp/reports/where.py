@@ -147,6 +147,16 @@ class Answer(NamedTuple):
         return sorted({use.step for use in self.uses} - set(self.steps))
 
     @property
+    def exposures(self) -> int:
+        """How often the steps trained on the whole text."""
+        return sum(use.times for use in self.uses)
+
+    @property
+    def part_exposures(self) -> int:
+        """How many other windows with a part of it the steps trained on."""
+        return sum(not use.times for use in self.uses)
+
+    @property
     def text(self) -> str:
         """The answer in a line."""
         folders = {place.folder for place in self.places if place.split == "val"}
@@ -172,6 +182,8 @@ class Answer(NamedTuple):
             "answer": self.text,
             "steps": self.steps,
             "part_steps": self.part_steps,
+            "exposures": self.exposures,
+            "part_exposures": self.part_exposures,
             "reached": self.reached,
             "places": [place._asdict() for place in self.places],
             "uses": [use._asdict() for use in self.uses],
@@ -754,6 +766,9 @@ def _no_spike(run: RecordedRun, rows: list[Spike], name: str) -> str:
 def describe(answer: Answer) -> str:
     """The answer for people: the line, then where and when."""
     lines = [answer.text]
+    if answer.uses:
+        parts = f", {answer.part_exposures:,} to a part of it" if answer.part_exposures else ""
+        lines.append(f"exposures: {answer.exposures:,} to the whole text{parts}")
     at_ends = sorted({use.step for use in answer.uses if use.rest_left_out} - {*answer.steps})
     at_borders = [step for step in answer.part_steps if step not in at_ends]
     if answer.steps and at_borders:
@@ -787,7 +802,7 @@ def _counts(places: list[Place]) -> Iterator[str]:
         is_partly_seen = "" in whys
         for why in dict.fromkeys(whys):
             if why and is_partly_seen:
-                yield f"  {whys.count(why):,} of them {why}"
+                yield f"  {whys.count(why):,} of them: {why.removeprefix('but ')}"
 
 
 def _cells(use: Use) -> tuple[str, ...]:
