@@ -65,7 +65,8 @@ class Apart(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The difference as a share of the smaller value; infinite if one is no finite number."""
+        """The difference as a share of the smaller value; infinite if one is 0, or no finite
+        number."""
         one, other = self.values
         if one is None or other is None or not one or not other:
             return math.inf

@@ -1,6 +1,7 @@
 """Why two runs differ: planted differences are named first, and none is invented."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -37,10 +38,11 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.remote.copies import with_local_runs
-from gpt2_ddp.reports import conditions
+from gpt2_ddp.reports import conditions, explanation
 from gpt2_ddp.reports.conditions import EFFECTS, effects_of
 from gpt2_ddp.reports.evidence import LIMITS, limit
 from gpt2_ddp.reports.explain import explain_runs
+from gpt2_ddp.reports.partings import Apart
 from gpt2_ddp.tasks.user_task import Code, find, trust
 
 CLASS = """
@@ -865,6 +867,23 @@ def test_limits_grow_with_the_steps():
         assert [*shares] == sorted(shares)
         assert limit(precision, 1) == shares[0]
         assert limit(precision, 10**9) == shares[-1]
+
+
+def test_shares_have_one_notation():
+    shares = [5.3e-8, 3e-5, 0.0301, 0.9876, math.inf, math.nan]
+    found = ["5.3e-08", "3e-05", "0.03", "0.99", "no number", "no number"]
+    assert [explanation._share(share) for share in shares] == found
+    assert explanation._amount(Apart(1, (2.0, 2.5))) == "5.0e-01 (0.25)"
+    assert explanation._amount(Apart(1, (0.0, 2.0))) == "2.0e+00"
+    assert explanation._amount(Apart(1, (None, 2.0))) == "no number"
+
+
+def test_no_command_is_cut_at_the_end_of_a_line():
+    for before in range(100, explanation.LINE + 2):
+        command = "`python scripts/verify_run.py runs/a-run-of-mine`"
+        lines = explanation._filled(f"{'a ' * (before // 2)}{command} checks all").splitlines()
+        assert any("runs/a-run-of-mine`" in line for line in lines)
+        assert max(map(len, lines)) <= explanation.LINE
 
 
 # The command
