@@ -94,21 +94,21 @@ def by_columns(x: Fp8) -> Fp8:
     return Fp8(x.values.mT.contiguous().mT, x.scale)
 
 
-def product(one: Fp8, other: Fp8, dtype: torch.dtype, is_fast: bool = False) -> Tensor:
+def product(left: Fp8, right: Fp8, dtype: torch.dtype, is_fast: bool = False) -> Tensor:
     """The product of two matrices in fp8, in `dtype`: [M, K] in rows, [K, L] in columns -> [M, L].
     M, K and L are multiples of 16. `is_fast`: accumulates with fewer bits, which suffices for
     short sums."""
-    kind = one.values.device.type
+    kind = left.values.device.type
     if kind in EMULATED_ON:
         with torch.autocast(kind, enabled=False):  # which would round the product to bf16
-            exact = one.values.float() @ other.values.float()
-        return (exact * (one.scale * other.scale)).to(dtype)
+            exact = left.values.float() @ right.values.float()
+        return (exact * (left.scale * right.scale)).to(dtype)
     # the public function is not in all torch releases that this code supports
     return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        one.values,
-        other.values,
-        scale_a=one.scale,
-        scale_b=other.scale,
+        left.values,
+        right.values,
+        scale_a=left.scale,
+        scale_b=right.scale,
         out_dtype=dtype,
         use_fast_accum=is_fast,
     )

@@ -22,8 +22,6 @@ SUFFICIENT: dict[What, frozenset[Effect]] = {
     "tensors": SCORED,
 }
 """The effects that suffice for a parting, however large it is."""
-OF_UPDATES: frozenset[Effect] = frozenset({"rate", "updates"})
-"""Effects on the updates alone, which the loss of the same step precedes."""
 BEFORE_UPDATES: tuple[What, ...] = ("loss", "gradient norm", "counts")
 """Numbers of a step that its update does not change."""
 ROUNDED: tuple[What, ...] = ("loss", "gradient norm", "scores", "tensors")
