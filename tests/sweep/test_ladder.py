@@ -163,7 +163,7 @@ def test_another_ladder_of_that_name_is_refused(place, untrained, tmp_path):
     climb(place)
     for words in (["--seed", "3"], ["--optim.muon_lr", "0.03"], ["--minutes", "9"]):
         expect_error(
-            r"run_name = .*book-ladder\.json: has a ladder of another", climb, place + words
+            r"run_name = .*book-ladder\.json: has a ladder that differs in", climb, place + words
         )
     file = tmp_path / "runs/book-ladder.json"
     for damage in ("{", "[]", '{"runs": 5}', '{"runs": [], "speed": 1}'):
