@@ -77,8 +77,8 @@ def train(
     """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
     Returns:
         `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`,
-        `run` (the folder), `checkpoint` (the newest) and `best` (the one with the lowest val_loss
-        if it is older, else None).
+        `run` (the folder) and `checkpoint` (the newest). `best` is the one with the lowest val_loss
+        if it is older, else None.
 
     After Ctrl-C or a notebook's stop button, in the main thread, the run saves a checkpoint; its
     outcome is `stopped`. Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.

@@ -282,9 +282,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, whose method `json` is deprecated
 
     class ExplainConfig(Command):
-        """explain.py: why two recorded runs differ: the first cause, then the others; exit code 0:
-        they are equal, 1: different and explained, 3: different and not explained, or changed after
-        they were written"""
+        """explain.py: why two recorded runs differ: the first cause, then the others. Exit code 0:
+        equal; 1: different and explained; 3: not explained, or changed after it was written"""
 
         in_one_process = True
         positional = "runs"
@@ -320,8 +319,8 @@ with warnings.catch_warnings():
         rank: NonNegativeInt | None = None
         """step, spike: only those of this rank; null: of all ranks"""
         spike: Literal["grad_norm", "loss"] | None = None
-        """print the texts of the steps where this value stands out: more than 6 times its usual
-        spread above the ten rows before, after the warm-up; one that is not finite comes first"""
+        """print the texts of the steps where this value stands out after the warm-up: more than 6
+        times its usual spread above the ten rows before; values that are not finite come first"""
         spikes: Count = 3
         """spike: most steps to print"""
         data: tuple[str, ...] = ()

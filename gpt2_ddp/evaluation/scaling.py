@@ -12,7 +12,7 @@ the minimum is found to the last digits, and from many starts.
 
 So few points leave E and the powers open. So each has a weak prior: what it was in other texts, and
 how far it may be from that. An interval follows from fits to points with other noise, and to other
-centres of the priors ("randomize, then optimize"), so it has both uncertainties; and the noise of
+centres of the priors ("randomize, then optimize"). So it has both uncertainties, and the noise of
 a single run. docs/ladder.md has how often intervals held.
 """
 

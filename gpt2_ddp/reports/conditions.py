@@ -213,8 +213,8 @@ class Record:
         stretches: in the order of their steps; at least one.
         rows: the rows of steps that no rollback undid, by step.
         checkpoints: folders by step.
-        defect: the first row that is no row, or has a wrong chain: its line, and its step or event;
-            or what of the folder is newer than the last row; empty if there is none.
+        defect: line, and step or event, of the first row that is no row, or has a wrong chain. Or
+            what of the folder is newer than the last row; empty if there is nothing.
         notes: what else of the folder is not as the rows have it.
         origins: what has set fields of the configuration in place of the user: `train.minutes` or
             `own_text`, by the fields' names.

@@ -279,7 +279,7 @@ SAME = ("seed", "train.global_batch_tokens", "data.shift_windows", "code", "skip
 
 
 def _first_step(first: Record, second: Record, changed: np.ndarray) -> int | None:
-    """The first step that trained on a changed window, or the one after all common steps; None if
+    """The first step that trained on a changed window, or the one after all common steps. None if
     the runs do not both have the order of a plain run of one folder. Reads no data."""
     stretches = [stretch for record in (first, second) for stretch in record.stretches]
     plain = first.at(1)

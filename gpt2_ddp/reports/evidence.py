@@ -33,9 +33,9 @@ LIMITS = {
     "bf16": ((40, 5e-3), (100, 1e-2), (200, 2e-2), (400, 4e-2)),
 }
 """Largest difference of a loss that rounding explains, as a share of the loss, up to a number of
-steps. Up to 40 steps, about ten times what was measured with AdamW (docs/explain.md); later ones
-are estimates, as roundings grow at another rate in each model, and so are all of Muon. The last one
-holds for all later steps."""
+steps. Up to 40 steps it is about ten times what was measured with AdamW (docs/explain.md). Later
+ones are estimates, as roundings grow at another rate in each model; so are all of Muon. The last
+one holds for all later steps."""
 MEASURED = 40
 """Steps up to which the limits follow from measurements."""
 

@@ -150,8 +150,8 @@ def _name_of(parting: Parting) -> str:
 
 
 def _with_details(cause: Cause, one: Record, other: Record) -> Cause:
-    """The cause with what has set its values, and what is known of it alone: changed lines of a
-    class, the shards that differ, or the first step with another learning rate."""
+    """The cause with what has set its values, and what is known of it alone. That is changed lines
+    of a class, the shards that differ, or the first step with another learning rate."""
     origins = (one.origins.get(cause.name, ""), other.origins.get(cause.name, ""))
     cause = cause._replace(origins=origins)
     if cause.name == "code":

@@ -78,8 +78,8 @@ class Explanation:
         runs: their folders or URLs, A and B.
         verdict: `equal`, `explained`, `not explained`, or `changed`: a run or its data were changed
             after they were written.
-        first: name of the first cause: a condition such as `optim.lr`; where none suffices, what
-            differs, such as `loss`; of a changed run `records`, `checkpoints` or `data`; empty for
+        first: name of the first cause, a condition such as `optim.lr`. Where none suffices, what
+            differs, such as `loss`; of a changed run `records`, `checkpoints` or `data`. Empty for
             equal runs.
         changes: what was changed after it was written.
         causes: differences that may change numbers, the first cause first.

@@ -372,8 +372,8 @@ class Verified(NamedTuple):
 
 
 def _verified(record: Record, step: int, damages: list[str]) -> Verified:
-    """Whether a checkpoint's files are those of its manifest, and that the one which the rows
-    record; else `damages` get what was changed."""
+    """A checkpoint, if its files are those of its manifest, and the rows record that manifest. Else
+    `damages` get what was changed."""
     path = record.checkpoints[step]
     try:
         return Verified(path, verify_recorded(path))

@@ -457,9 +457,12 @@ def _search(search: TextSearch, streams: Sequence[TokenStream], text: str) -> li
 def _add_uses(
     run: RecordedRun, number: int, occurrences: Occurrences, uses: list[Use], undone: list[Use]
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Adds the uses of the windows of folder `number` that have one of the occurrences. Returns
-    which of the occurrences are in a step that counts, and which in one that a rollback has undone:
-    bool [n] both; and the passes without any of them, from 1 on."""
+    """Adds the uses of the windows of folder `number` that have one of the occurrences.
+
+    Returns:
+        Which occurrences are in a step that counts, and which in one that a rollback has undone:
+        bool [n] both. And the passes without any of them, from 1 on.
+    """
     found = _positions(run, number, occurrences)
     skipped = run.history.is_skipped(found.positions)
     counts = _chosen(found, ~skipped & (found.positions < run.history.end))
