@@ -3,10 +3,10 @@ pip, which takes minutes.
 
     .venv/bin/python install.py requirements.txt
 
-uv reads no configuration of pip. So pip's index, links, constraints, hosts, certificate, proxy and
-cache, of its files and of `PIP_...` variables, are given to uv. pip installs if one of its other
-settings decides what is installed, if there is no uv, and if uv fails. `INSTALLER=pip` or `uv` in
-the environment chooses one of them.
+uv reads no configuration of pip. So uv is given pip's index, links, constraints, hosts,
+certificate, proxy and cache, of its files and of `PIP_...` variables. pip installs if one of its
+other settings decides what is installed, if there is no uv, and if uv fails. `INSTALLER=pip` or
+`uv` in the environment chooses one of them.
 """
 
 import ast

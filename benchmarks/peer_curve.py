@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -72,12 +73,20 @@ class Scored(nn.Module):
 
 
 def compare_curves(config: PeerCurveConfig) -> dict[str, Any]:
-    """The command. Raises: UserError for a run or a checkout that is missing."""
+    """The command. Raises: UserError for a run or a checkout that is missing, and for a run whose
+    windows are not those of one folder in its plain order."""
     run = Path(config.run)
     ours = read_config("gpt2", read_yaml(str(run / CONFIG), "run"), run / CONFIG)
     assert isinstance(ours, TrainingConfig), "of this kind"
+    mine = rows_of(run)
+    if not mine or not ours.train.steps:
+        raise UserError("run", run, "has no row of a step; name a run that is complete")
+    if len(ours.data.paths) > 1 or ours.task:
+        hint = "mixes folders, or has a class of one's own; name a plain run of one folder"
+        raise UserError("run", run, hint)
     if not Path(config.nanogpt, "model.py").is_file():
         raise UserError("nanogpt", config.nanogpt, "has no model.py; name a checkout of nanoGPT")
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     corpus = open_corpus(ours)
     accelerator = build_accelerator(ours.train.device, "no")
     if accelerator.device.type == "cuda":
@@ -91,12 +100,11 @@ def compare_curves(config: PeerCurveConfig) -> dict[str, Any]:
             file.write(json.dumps(row) + "\n")
             file.flush()
     last = rows[-1]
-    mine = rows_of(run)
     step = max((step for step in mine if step <= last["step"]), default=0)
     found: dict[str, Any] = {"step": step, "ours": mine.get(step, {}).get("loss")}
     found["nanogpt"] = next((row["loss"] for row in rows if row["step"] == step), None)
     found["nanogpt_tokens_per_second"] = last["tokens_per_second"]
-    if last["step"] == ours.train.steps:
+    if last["step"] == ours.train.steps == step:
         found |= {"val_loss": mine[step].get("val_loss")}
         found["nanogpt_val_loss"] = val_loss(accelerator, ours, corpus, model)
     print(json.dumps(found), flush=True)
@@ -163,7 +171,7 @@ def train(
 
 
 def val_loss(
-    accelerator: Any, config: TrainingConfig, corpus: Corpus, model: nn.Module
+    accelerator: Accelerator, config: TrainingConfig, corpus: Corpus, model: nn.Module
 ) -> float | None:
     """The loss of the run's validation tokens, in nats; None without a validation split."""
     tokens = config.eval.tokens

@@ -77,8 +77,8 @@ def train(
     """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
     Returns:
         `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`,
-        `run` (the folder), `checkpoint` (the newest) and `best` (the one with the lowest val_loss
-        if it is older, else None).
+        `run` (the folder) and `checkpoint` (the newest). `best` is the one with the lowest val_loss
+        if it is older, else None.
 
     After Ctrl-C or a notebook's stop button, in the main thread, the run saves a checkpoint; its
     outcome is `stopped`. Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
@@ -293,10 +293,11 @@ def explain(first: Place, second: Place) -> "Explanation":
 
 
 def where(run: Place, text: str, **settings: object) -> "Answer":
-    """When a run has seen a text, as where.py prints it. Returns `steps`, `part_steps` (whose
-    windows have only a part), `uses` (each window: step, epoch, rank, ...), `undone`, `places` in
-    the data, `reached`, `text` (the answer in a line) and `as_json()`. docs/where.md explains them.
-    `settings` are other flags of where.py: `data`, `trust_run_code`.
+    """When a run has seen a text, as where.py prints it. Returns `text` (the answer in a line) and
+    `as_json()`, whose keys docs/where.md explains. `steps`, `part_steps` (whose windows have only a
+    part), `exposures`, `uses` (each window: step, epoch, rank, ...), `undone`, `places` in the data
+    and `reached` are attributes, too. `settings` are other flags of where.py: `data`,
+    `trust_run_code`.
     """
     from gpt2_ddp.reports.where import find, open_run  # noqa: PLC0415  torch
 

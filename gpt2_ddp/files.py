@@ -220,11 +220,26 @@ def local_copy(url: str) -> str:
     """The folder for a copy of what is at a URL or path. Raises: ValueError if it leads out of the
     cache, by a `..`; UserError if this user has no home."""
     try:
-        cache = user_folder("XDG_CACHE_HOME", ".cache")
+        copies = _copies()
     except OSError as error:
         hint = f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}"
         raise UserError("HOME", "''", hint) from error
-    return str(below(cache / "gpt2_ddp", url.replace("://", "/").lstrip("/")))
+    return str(below(copies, url.replace("://", "/").lstrip("/")))
+
+
+def url_of_copy(folder: str | os.PathLike[str]) -> str:
+    """The URL whose `local_copy` is this folder, for messages; of any other folder its path."""
+    with suppress(OSError, ValueError):
+        scheme, *names = Path(folder).relative_to(_copies()).parts
+        if names and ":" not in scheme:  # hub:OWNER/NAME is no URL
+            root = "/" if scheme in ("file", "local") else ""
+            return f"{scheme}://{root}{'/'.join(names)}"
+    return str(folder)
+
+
+def _copies() -> Path:
+    """The folder of all copies. Raises: OSError if this user has no home."""
+    return user_folder("XDG_CACHE_HOME", ".cache") / "gpt2_ddp"
 
 
 def no_such_folder(path: str | os.PathLike[str]) -> str:

@@ -96,7 +96,7 @@ def is_one_of_several() -> bool:
 
 def report(error: UserError) -> None:
     """Prints the `error:` lines of a user error, once for all ranks of this machine, before this
-    process may end: a launcher ends all ranks as soon as one has ended. The main process prints
+    process may end. (A launcher ends all ranks as soon as one has ended.) The main process prints
     them. Other ranks wait for its end. If it continues, the first of them prints."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if is_main_process():

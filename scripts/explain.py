@@ -3,7 +3,7 @@
     python scripts/explain.py runs/a runs/b
     python scripts/explain.py runs/a s3://BUCKET/runs/b --json
 
-Exit code: 0 if the runs are equal, 1 if they differ for a reason that they record, 3 if nothing
+Exit code: 0 if the runs are equal, 1 if they differ for a reason that they record. 3 if nothing
 that they record explains it, or if a run was changed after it was written. docs/explain.md has
 examples.
 """

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -47,6 +48,28 @@ def launch(command, folder=ROOT, **env):
     return subprocess.run(
         command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder
     )
+
+
+def stopped_and_killed(command, pause):
+    """Runs a command that trains several runs three times: it is sent SIGTERM after `pause()`
+    seconds, then SIGKILL, and at last it runs to its end. The output of that."""
+    options = {
+        "cwd": ROOT,
+        "env": environment(PYTHONPATH=NO_REPORT),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    codes = {signal.SIGTERM: 75, signal.SIGKILL: -signal.SIGKILL}
+    for number, code in codes.items():
+        with subprocess.Popen(command, **options) as process:
+            time.sleep(pause())
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output
+    done = subprocess.run(command, **options, timeout=600)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def without_report(*words, start=process.run_module, **options):

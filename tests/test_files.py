@@ -10,7 +10,14 @@ import pytest
 from commands import expect_error
 from disk import refuse
 
-from gpt2_ddp.files import free_name, local_copy, parse_json, user_folder, write_atomically
+from gpt2_ddp.files import (
+    free_name,
+    local_copy,
+    parse_json,
+    url_of_copy,
+    user_folder,
+    write_atomically,
+)
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -97,3 +104,12 @@ def test_a_user_without_a_home(monkeypatch):
         user_folder("XDG_STATE_HOME", ".local/state")
     monkeypatch.setenv("XDG_CACHE_HOME", "/here")
     assert local_copy("s3://bucket/run") == "/here/gpt2_ddp/s3/bucket/run"
+
+
+def test_a_copy_has_the_name_of_its_url(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for url in ("s3://bucket/runs/a", "file:///mnt/runs/a", "memory://a/b", "local:///a"):
+        assert url_of_copy(local_copy(url)) == url
+    folders = [local_copy("hub:owner/name"), "runs/a", f"{tmp_path}/gpt2_ddp", "/"]
+    for folder in (*folders, f"{tmp_path}/other/s3/bucket"):
+        assert url_of_copy(folder) == folder

@@ -120,8 +120,9 @@ class Command(Section):
     in_one_process: ClassVar[bool] = False
     """Whether the command needs no other ranks. Those that a launcher starts on this machine end at
     once."""
-    reads_checkpoints: ClassVar[bool] = False
-    """Whether the command reads checkpoints of its `runs`, not their records alone."""
+    reads: ClassVar[Literal["records", "code", "checkpoints"]] = "records"
+    """What the command reads of runs: `records`: rows, configuration and status; `code`: also the
+    newest checkpoint of a run that has a class of one's own; `checkpoints`: all of them."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""

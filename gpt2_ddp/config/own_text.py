@@ -1,4 +1,4 @@
-"""The rule for a text of one's own (`own_text: true`): what neither a file nor a flag gives follows
+"""The rule for a text of one's own (`own_text: true`). What neither a file nor a flag gives follows
 from the size of the text, the speed of the machine, and the time.
 
     time x speed ────▶ FLOPs of the run ─▶ shape: layers, width, heads, context
@@ -80,7 +80,7 @@ MUON_LR = 0.012
 MEMORY_OF_RUN = 0.15
 MEMORY_OF_PASS = 0.6
 """What weight decay leaves of the weights of earlier steps falls to 1/e in 1 / (rate x decay)
-steps: in so much of the run, or of a pass over the text if that is less. So text that is read
+steps. That is so much of the run, or of a pass over the text if that is less. So text that is read
 often is forgotten in between (Wang and Aitchison, 2024, "How to set AdamW's weight decay as you
 scale model and dataset size")."""
 MOST_DECAY = 2.5

@@ -57,8 +57,8 @@ class SweepConfig(TrainingConfig):
 
 
 class LadderConfig(TrainingConfig):
-    """ladder.py: small runs of several sizes and lengths on a text of one's own, and what they tell
-    of larger and longer ones; flags of train_gpt2.py hold for all of them"""
+    """ladder.py: small runs of several sizes and lengths on a text, and what they tell of larger
+    and longer ones; flags of train_gpt2.py hold for all of them"""
 
     first = (
         "run_name",

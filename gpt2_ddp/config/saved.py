@@ -36,7 +36,7 @@ def read_config(kind: str, saved: dict[str, Any], file: object) -> RunConfig:
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of `command` in a saved configuration of any release, as `dump` writes them,
-    without validation: newer fields have defaults, and so have empty texts, which older releases
+    without validation. Newer fields have defaults, and so have empty texts, which older releases
     took for null. Fields that no longer exist are left out. `saved` is parsed output of `dump`."""
     values = flat(command.model_construct().model_dump(mode="json"))
     given = flat(saved)

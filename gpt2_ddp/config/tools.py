@@ -34,6 +34,7 @@ class CheckpointCommand(Command):
     """A script that reads a checkpoint"""
 
     positional = "checkpoint"
+    reads = "checkpoints"
 
     checkpoint: str = "runs/stdlib"
     """run folder (its newest intact checkpoint) or checkpoint"""
@@ -261,6 +262,7 @@ class VerifyConfig(Command):
 
     in_one_process = True
     positional = "run"
+    reads = "checkpoints"
 
     run: str = "runs/stdlib"
     """run folder"""
@@ -280,13 +282,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, whose method `json` is deprecated
 
     class ExplainConfig(Command):
-        """explain.py: why two recorded runs differ: the first cause, then the others; exit code 0:
-        they are equal, 1: different and explained, 3: different and not explained, or changed after
-        they were written"""
+        """explain.py: why two recorded runs differ: the first cause, then the others. Exit code 0:
+        equal; 1: different and explained; 3: not explained, or changed after it was written"""
 
         in_one_process = True
         positional = "runs"
-        reads_checkpoints = True
+        reads = "checkpoints"
 
         runs: tuple[str, ...] = ()
         """the two run folders"""
@@ -304,6 +305,7 @@ with warnings.catch_warnings():
 
         in_one_process = True
         positional = "run"
+        reads = "code"
 
         run: str = "runs/stdlib"
         """run folder"""
@@ -317,8 +319,8 @@ with warnings.catch_warnings():
         rank: NonNegativeInt | None = None
         """step, spike: only those of this rank; null: of all ranks"""
         spike: Literal["grad_norm", "loss"] | None = None
-        """print the texts of the steps where this value stands out: more than 6 times its usual
-        spread above the ten rows before, after the warm-up; one that is not finite comes first"""
+        """print the texts of the steps where this value stands out after the warm-up: more than 6
+        times its usual spread above the ten rows before; values that are not finite come first"""
         spikes: Count = 3
         """spike: most steps to print"""
         data: tuple[str, ...] = ()

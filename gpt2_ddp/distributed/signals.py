@@ -7,8 +7,8 @@ No torch.
                            reports the signal; after 2 s ends a process without a handler
 
 A training installs its own handler (`install_handlers`). At any other time there is nothing to
-save, so the signal ends the process: by an exception, or by force if the main thread runs no
-Python, as in a collective that waits for a rank.
+save, so the signal ends the process by an exception. If the main thread runs no Python, as in a
+collective that waits for a rank, it ends by force.
 
 SIGHUP, of a terminal that closes, stays ignored where it is ignored at the start, as under nohup.
 """

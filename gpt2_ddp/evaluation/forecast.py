@@ -122,9 +122,9 @@ def from_record(values: Mapping[str, float]) -> Forecast:
     return Forecast(text, values["parameters"], values["trained_tokens"])
 
 
-def worth_of(tokens: float, different: float, worth: float = WORTH) -> float:
-    """New tokens that are worth as much as these, of which so many are different. `worth`: R*.
+def worth_of(tokens: float, different: float) -> float:
+    """New tokens that are worth as much as these, of which so many are different.
 
     By Muennighoff et al., U + U·R*·(1 - exp(-R / R*)), with R passes after the first."""
     repeats = max(tokens / different - 1, 0)
-    return min(tokens, different) + different * worth * (1 - math.exp(-repeats / worth))
+    return min(tokens, different) + different * WORTH * (1 - math.exp(-repeats / WORTH))

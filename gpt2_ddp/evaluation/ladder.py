@@ -121,10 +121,10 @@ class Ladder:
     def seconds_per_token(self, parameters: float) -> float:
         """Seconds of training a token on the ladder's machine: a part that all models have, and one
         in proportion to their parameters."""
-        sizes = np.array([run.parameters for run in self.rungs], np.float64)
+        of_runs = np.array([run.parameters for run in self.rungs], np.float64)
         seconds = np.array([run.seconds_per_token for run in self.rungs])
-        each = np.array([np.median(seconds[sizes == size]) for size in np.unique(sizes)])
-        sizes = np.unique(sizes)
+        sizes = np.unique(of_runs)
+        each = np.array([np.median(seconds[of_runs == size]) for size in sizes])
         # relative errors count: small models are as important
         slope, base = np.linalg.lstsq(np.stack([sizes / each, 1 / each], 1), np.ones(len(each)))[0]
         if slope <= 0 or base < 0:

@@ -12,7 +12,7 @@ the minimum is found to the last digits, and from many starts.
 
 So few points leave E and the powers open. So each has a weak prior: what it was in other texts, and
 how far it may be from that. An interval follows from fits to points with other noise, and to other
-centres of the priors ("randomize, then optimize"), so it has both uncertainties; and the noise of
+centres of the priors ("randomize, then optimize"). So it has both uncertainties, and the noise of
 a single run. docs/ladder.md has how often intervals held.
 """
 
@@ -131,17 +131,15 @@ class Law(NamedTuple):
         """Bits per byte of a typical run."""
         return float(np.exp(self._logs(self.best[None], parameters, tokens, different)[0]))
 
-    def predict(
-        self, parameters: float, tokens: float, different: float, more: float = 0.0
-    ) -> Interval:
-        """What a run will reach. `more`: standard deviation of what else is uncertain, in logs."""
+    def predict(self, parameters: float, tokens: float, different: float) -> Interval:
+        """What a run will reach."""
         logs = self._logs(self.draws, parameters, tokens, different)
         by_size = self.misses[0] * max(math.log(parameters / self.largest), 0)
         by_length = self.misses[1] * max(math.log(tokens / self.longest), 0)
-        more = math.hypot(more, by_size, by_length)
+        miss = math.hypot(by_size, by_length)
         # the same numbers for each prediction: a forecast is a function of the points
         noise = np.random.default_rng(1).standard_normal((2, len(logs)))
-        logs = logs + self.noises * noise[0] + more * noise[1]
+        logs = logs + self.noises * noise[0] + miss * noise[1]
         low, high = np.quantile(logs, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return Interval(self.bits(parameters, tokens, different), math.exp(low), math.exp(high))
 

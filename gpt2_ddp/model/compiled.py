@@ -23,8 +23,8 @@ MOST_GRAPHS = 64
 """Most graphs of the code of a compiled block, and of the head: one for each of training,
 evaluation and scores of tasks, and with different blocks these for each. More end the run."""
 PAYS_ON_CPUS = 20.0
-"""Minutes of a run on a CPU from which on `auto` compiles it: that takes about a minute, and a step
-is then 1.2 times as fast on most CPUs (docs/benchmarks.md)."""
+"""Minutes of a run on a CPU from which on `auto` compiles it. Compilation takes about a minute, and
+a step is then 1.2 times as fast on most CPUs (docs/benchmarks.md)."""
 
 
 class HasBlocks(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.loss import OnePassFunction, loss_of_logits
+from gpt2_ddp.model.loss import HeadInputs, OnePassFunction, loss_of_logits
 
 CAPABILITY = (8, 9)
 """Least compute capability of GPUs that multiply fp8 numbers: Ada, Hopper, Blackwell."""
@@ -33,7 +33,7 @@ weight's gradient, which takes longer with more chunks."""
 EMULATED_ON: tuple[str, ...] = ()
 """Types of devices on which products of fp8 numbers are computed in fp32, for tests and trials."""
 LEAST = 2.0**-100
-"""Smallest largest number of a tensor: the scale of zeros."""
+"""Least largest number that a scale is made for: that of a tensor of zeros would be 0."""
 
 
 def missing_fp8(device: torch.device) -> str:
@@ -94,21 +94,21 @@ def by_columns(x: Fp8) -> Fp8:
     return Fp8(x.values.mT.contiguous().mT, x.scale)
 
 
-def product(one: Fp8, other: Fp8, dtype: torch.dtype, is_fast: bool = False) -> Tensor:
+def product(left: Fp8, right: Fp8, dtype: torch.dtype, is_fast: bool = False) -> Tensor:
     """The product of two matrices in fp8, in `dtype`: [M, K] in rows, [K, L] in columns -> [M, L].
     M, K and L are multiples of 16. `is_fast`: accumulates with fewer bits, which suffices for
     short sums."""
-    kind = one.values.device.type
+    kind = left.values.device.type
     if kind in EMULATED_ON:
         with torch.autocast(kind, enabled=False):  # which would round the product to bf16
-            exact = one.values.float() @ other.values.float()
-        return (exact * (one.scale * other.scale)).to(dtype)
+            exact = left.values.float() @ right.values.float()
+        return (exact * (left.scale * right.scale)).to(dtype)
     # the public function is not in all torch releases that this code supports
     return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        one.values,
-        other.values,
-        scale_a=one.scale,
-        scale_b=other.scale,
+        left.values,
+        right.values,
+        scale_a=left.scale,
+        scale_b=right.scale,
         out_dtype=dtype,
         use_fast_accum=is_fast,
     )
@@ -128,14 +128,8 @@ def fp8_loss(
 
 class _LossInFp8(OnePassFunction):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        soft_cap: float | None,
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, *inputs: *HeadInputs) -> Tensor:
+        x, weight, targets, vocab_size, soft_cap = inputs
         rows = to_fp8(x)
         head = to_fp8(weight)
         head_columns = by_columns(head)  # [V, C]

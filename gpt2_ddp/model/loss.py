@@ -90,9 +90,12 @@ def loss_of_logits(
     return loss, gradient
 
 
+HeadInputs = tuple[Tensor, Tensor, Tensor, int, float | None]
+"""x, weight, targets, vocab_size and soft_cap, as of `one_pass_loss`."""
+
+
 class OnePassFunction(torch.autograd.Function):
-    """A loss whose forward pass saves its gradients by x and weight, its first two inputs of
-    five."""
+    """A loss of `HeadInputs` whose forward pass saves its gradients by x and weight."""
 
     @staticmethod
     def backward(ctx: BackwardCFunction, *scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -102,14 +105,8 @@ class OnePassFunction(torch.autograd.Function):
 
 class _OnePassLoss(OnePassFunction):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        soft_cap: float | None,
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, *inputs: *HeadInputs) -> Tensor:
+        x, weight, targets, vocab_size, soft_cap = inputs
         logits = x @ weight.mT  # [N, V]
         loss, gradient = loss_of_logits(logits, targets, vocab_size, soft_cap)
         gradient = gradient.to(x.dtype)
@@ -122,19 +119,14 @@ class _LossInParts(OnePassFunction):
     cache; operations in place need no other memory."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        soft_cap: float | None,
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, *inputs: *HeadInputs) -> Tensor:
+        x, weight, targets, vocab_size, soft_cap = inputs
         of_x = torch.empty_like(x)
         of_weight = torch.zeros_like(weight, dtype=torch.promote_types(x.dtype, torch.float32))
         loss = torch.zeros((), dtype=of_weight.dtype, device=x.device)
-        for start in range(0, len(x), max(1, PART // len(weight))):
-            rows = slice(start, start + max(1, PART // len(weight)))
+        n_rows = max(1, PART // len(weight))
+        for start in range(0, len(x), n_rows):
+            rows = slice(start, start + n_rows)
             logits = (x[rows] @ weight.mT).to(of_weight.dtype)  # [rows, V]
             share = logits.tanh_() if soft_cap else logits
             logits = share * soft_cap if soft_cap else logits

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 from gpt2_ddp.files import (
     free_name,
@@ -32,6 +32,8 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 CONFIG = "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
+"""In the order of their writing at the end of a run. Who copies them reads them in the other order:
+so no status is newer than the rows beside it."""
 COMPRESSORS = "compressors.json"
 """What compressors need for the run's validation text; a completed run may have it."""
 LONGEST_LINE = 2**26
@@ -150,11 +152,19 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def ended_status(run: Path) -> Row:
+    """The content of status.json of a run that has ended; empty for any other run, and without a
+    readable file."""
+    with suppress(OSError, ValueError):
+        status = read_json(run / STATUS)
+        if status.get("state") in get_args(Outcome):
+            return status
+    return {}
+
+
 def is_complete(run: Path) -> bool:
     """Whether a run is recorded as completed."""
-    with suppress(OSError, ValueError):
-        return read_json(run / STATUS).get("state") == "completed"
-    return False
+    return ended_status(run).get("state") == "completed"
 
 
 def compressor_scores(run: Path) -> dict[str, float]:

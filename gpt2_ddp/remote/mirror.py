@@ -37,7 +37,15 @@ from pydantic import BaseModel, Field
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import below, free_name, write_atomically
-from gpt2_ddp.records.rows import METRICS, RECORDS, STATUS, is_event, parse_lines, read_events
+from gpt2_ddp.records.rows import (
+    METRICS,
+    RECORDS,
+    STATUS,
+    ended_status,
+    is_event,
+    parse_lines,
+    read_events,
+)
 from gpt2_ddp.remote.objects import CHECKPOINT, MANIFEST, Bucket, describe, listed_files, step_of
 from gpt2_ddp.state import FIRST_CHAIN
 
@@ -305,8 +313,9 @@ class Mirror:
         gone = (self._whole.keys() | self._begun) - manifests.keys()
         if new or gone or is_last:
             self._check_lease(hashes)
+            contents = {record: content_of(self._run / record) for record in reversed(RECORDS)}
             for record in RECORDS:
-                if (content := content_of(self._run / record)) is not None:
+                if (content := contents[record]) is not None:
                     self._bucket.write(record, content)
         for name, sha256 in sorted(new, reverse=True):
             manifest = manifests[name] or b""
@@ -393,8 +402,10 @@ class Mirror:
             os._exit(int(self._ended.is_set()))
 
     def _renew(self) -> None:
-        """Renews the lease. And shows the state of the run meanwhile."""
-        if (content := content_of(self._run / STATUS)) is not None:
+        """Renews the lease. And shows the state of the run meanwhile; its end is copied with its
+        rows."""
+        content = content_of(self._run / STATUS)
+        if content is not None and not ended_status(self._run):
             self._bucket.write(STATUS, content)
         self._write_lease()
 

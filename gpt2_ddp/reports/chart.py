@@ -111,7 +111,8 @@ class Chart:
         axis: name of the x axis.
         is_log: whether y is logarithmic, if all values are above 0.
         from_zero: whether y begins at 0, if no value is below.
-        is_wide: whether x is logarithmic, if all positions are above 0.
+        bands: areas behind the curves.
+        is_log_x: whether x is logarithmic, if all positions are above 0.
     """
 
     title: str
@@ -122,7 +123,7 @@ class Chart:
     from_zero: bool = False
     marks: Sequence[Mark] = ()
     bands: Sequence[Band] = ()
-    is_wide: bool = False
+    is_log_x: bool = False
 
     def scales(self) -> tuple[Scale, Scale]:
         """The axes, of all finite values but those of undone rows."""
@@ -137,8 +138,9 @@ class Chart:
         is_log = self.is_log and low > 0
         if self.from_zero and low >= 0:
             low = 0.0
-        begin, end = float(x.min()), float(x.max())
-        if self.is_wide and 0 < begin < end:
+        begin = float(x.min())
+        end = float(x.max())
+        if self.is_log_x and 0 < begin < end:
             return Scale(begin, end, True), _padded(low, high, is_log)
         return _wider(begin, end), _padded(low, high, is_log)
 
@@ -338,7 +340,7 @@ def _data(
         "x": [along.low, along.high],
         "y": [up.low, up.high],
         "log": up.is_log,
-        "wide": along.is_log,
+        "log_x": along.is_log,
         "curves": [
             {
                 "label": curve.label,

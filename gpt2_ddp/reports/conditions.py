@@ -31,20 +31,19 @@ from gpt2_ddp.config.saved import CONFIGS, complete
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig
 from gpt2_ddp.data.mixture import recorded_mixture
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import no_such_folder
+from gpt2_ddp.files import no_such_folder, url_of_copy
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
-    STATUS,
     Row,
-    is_complete,
+    ended_status,
     is_event,
     is_rollback,
     read_lines,
     split_chain,
 )
 from gpt2_ddp.reports.settings import preset_files
-from gpt2_ddp.reports.states import config_differences
+from gpt2_ddp.reports.states import config_differences, end_defect
 from gpt2_ddp.reports.verify import CheckedRow
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
@@ -210,17 +209,18 @@ class Record:
     """What a run folder says of a run.
 
     Attributes:
+        name: the folder, or the URL of which it is the copy.
         stretches: in the order of their steps; at least one.
         rows: the rows of steps that no rollback undid, by step.
         checkpoints: folders by step.
-        defect: the first row that is no row, or has a wrong chain: its line, and its step or event;
-            or what of the folder is newer than the last row; empty if there is none.
+        defect: line, and step or event, of the first row that is no row, or has a wrong chain. Or
+            what of the folder is newer than the last row; empty if there is nothing.
         notes: what else of the folder is not as the rows have it.
         origins: what has set fields of the configuration in place of the user: `train.minutes` or
             `own_text`, by the fields' names.
     """
 
-    folder: Path
+    name: str
     kind: str
     run_id: str
     stretches: list[Stretch]
@@ -248,24 +248,25 @@ def read_record(folder: Path) -> Record:
     """Reads a run folder. Nothing in it is executed. Raises: UserError for a folder without a row
     of a start, and for a kind that this release lacks."""
     file = folder / METRICS
+    name = url_of_copy(folder)
     if not os.path.isfile(file):
         hint = f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
         if os.path.isfile(folder / MANIFEST):
             hint = "is a checkpoint or a folder of data; name a run folder, like runs/stdlib"
-        raise UserError("runs", folder, no_such_folder(folder) or hint)
+        raise UserError("runs", name, no_such_folder(folder) or hint)
     # before the rows: what a running training writes next is newer
-    is_ended = is_complete(folder)
+    status = ended_status(folder)
     checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     chains = _chains_of(checkpoints)
     read = _read_rows(file)
     rows = read.rows
     start = next((row for row in rows if row.get("event") == "start"), None)
     if start is None:
-        raise UserError("runs", folder, f"has no row of a start in {METRICS}")
+        raise UserError("runs", name, f"has no row of a start in {METRICS}")
     kind = str(start.get("kind"))
     if kind not in CONFIGS:
         hint = f"is of an unknown kind of run, {kind}; this release supports {', '.join(CONFIGS)}"
-        raise UserError("runs", folder, hint)
+        raise UserError("runs", name, hint)
     stretches: list[Stretch] = []
     valid: dict[int, Row] = {}
     for row in rows:
@@ -283,9 +284,9 @@ def read_record(folder: Path) -> Record:
             stretches.append(Stretch(step, changes))
     run_id = str(start.get("run_id"))
     origins = _origins_of_fields(kind, start, rows)
-    defect = read.defect or _cut_off(read, chains, is_ended)
+    defect = read.defect or _cut_off(folder, read, chains, status)
     notes = [*_missing_checkpoints(rows, checkpoints), *_edited_config(folder, rows)]
-    return Record(folder, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
+    return Record(name, kind, run_id, stretches, valid, checkpoints, defect, origins, notes)
 
 
 def _edited_config(folder: Path, rows: Sequence[Row]) -> list[str]:
@@ -324,17 +325,17 @@ def _chains_of(checkpoints: Mapping[int, Path]) -> dict[int, str]:
     return chains
 
 
-def _cut_off(read: ReadRows, chains: Mapping[int, str], is_ended: bool) -> str:
-    """What shows that the last rows are missing; empty if nothing does."""
+def _cut_off(folder: Path, read: ReadRows, chains: Mapping[int, str], status: Row) -> str:
+    """What shows that the last rows are missing; empty if nothing does. `chains`, `status`: of the
+    folder before the rows were read."""
     lost = [step for step, chain in chains.items() if chain not in read.chains]
     if lost:
         names = ", ".join(f"{step:,}" for step in lost)
         of = f"the checkpoint of step {names}" if len(lost) == 1 else f"checkpoints {names}"
         return f"{METRICS}: {of} followed rows that are missing here"
-    has_end = any(row.get("event") == "end" for row in read.rows)
-    if is_ended and not has_end:
-        return f"{METRICS}: {STATUS} says that the run completed, but the row of its end is missing"
-    return ""
+    if status != ended_status(folder):  # a training has begun meanwhile
+        return ""
+    return end_defect(status, [*filter(is_event, read.rows)], read.rows[-1])
 
 
 def _missing_checkpoints(rows: Sequence[Row], checkpoints: Mapping[int, Path]) -> list[str]:
@@ -454,7 +455,8 @@ def _start_conditions(kind: str, start: Row, folder: Path) -> Row:
     try:
         mixture = recorded_mixture(start)
     except ValueError as error:
-        raise UserError("runs", folder, f"{METRICS}: the mixture of a start is damaged") from error
+        problem = f"{METRICS}: the mixture of a start is damaged"
+        raise UserError("runs", url_of_copy(folder), problem) from error
     if mixture:
         conditions["data"] = mixture.manifests
         conditions["mixture"] = [[begin, weights] for begin, weights in mixture.phases]

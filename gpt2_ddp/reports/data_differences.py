@@ -68,14 +68,14 @@ def describe_data(first: Record, second: Record, step: int) -> DataDifference:
         if one.manifest.hash == other.manifest.hash:
             continue
         different = [*_different(one, other)]
-        if any(shards[0] == "train" for shards in different) or not different:
+        splits = {shard.split for shard in different}
+        if "train" in splits or not different:
             effects = ("data",)
-        names = [f"{split} shard {name}" for split, name, _, _ in different]
+        names = [f"{shard.split} shard {shard.name}" for shard in different]
         more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
         place = f"{one.path} and {other.path}"
         shown = ", ".join(names[:NAMED]) or "the tokenizer"
         lines.append(f"{place}: differ in {shown}{more}")
-        splits = {split for split, _, _, _ in different}
         is_alone = len(folders[0]) == len(folders[1]) == 1
         if not is_alone or "train" not in splits:
             continue
@@ -183,15 +183,24 @@ def _folders(conditions: Row) -> list[Folder | str]:
     return folders
 
 
-def _different(one: Folder, other: Folder) -> Iterator[tuple[str, str, Shard | None, Shard | None]]:
-    """Split and name of each shard that differs, and the shards."""
+class DifferentShard(NamedTuple):
+    """A shard that differs: `first` and `second` are those of the two folders, None without one."""
+
+    split: str
+    name: str
+    first: Shard | None
+    second: Shard | None
+
+
+def _different(one: Folder, other: Folder) -> Iterator[DifferentShard]:
+    """The shards that differ."""
     for split in ("train", "val"):
         pairs = zip_longest(
             one.manifest.splits.get(split, []), other.manifest.splits.get(split, [])
         )
         for mine, theirs in pairs:
             if not mine or not theirs or mine.sha256 != theirs.sha256:
-                yield split, (mine or theirs).file, mine, theirs
+                yield DifferentShard(split, (mine or theirs).file, mine, theirs)
 
 
 class FirstWindow(NamedTuple):
@@ -208,7 +217,7 @@ def _first_window(first: Record, second: Record, one: Folder, other: Folder) -> 
     UserError."""
     size = first.at(1)["model.block_size"]
     pairs = [
-        (mine, theirs) for split, _, mine, theirs in _different(one, other) if split == "train"
+        (shard.first, shard.second) for shard in _different(one, other) if shard.split == "train"
     ]
     lengths = [
         [shard.tokens for shard in folder.manifest.splits["train"]] for folder in (one, other)
@@ -270,7 +279,7 @@ SAME = ("seed", "train.global_batch_tokens", "data.shift_windows", "code", "skip
 
 
 def _first_step(first: Record, second: Record, changed: np.ndarray) -> int | None:
-    """The first step that trained on a changed window, or the one after all common steps; None if
+    """The first step that trained on a changed window, or the one after all common steps. None if
     the runs do not both have the order of a plain run of one folder. Reads no data."""
     stretches = [stretch for record in (first, second) for stretch in record.stretches]
     plain = first.at(1)

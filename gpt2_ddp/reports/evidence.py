@@ -22,8 +22,6 @@ SUFFICIENT: dict[What, frozenset[Effect]] = {
     "tensors": SCORED,
 }
 """The effects that suffice for a parting, however large it is."""
-OF_UPDATES: frozenset[Effect] = frozenset({"rate", "updates"})
-"""Effects on the updates alone, which the loss of the same step precedes."""
 BEFORE_UPDATES: tuple[What, ...] = ("loss", "gradient norm", "counts")
 """Numbers of a step that its update does not change."""
 ROUNDED: tuple[What, ...] = ("loss", "gradient norm", "scores", "tensors")
@@ -35,9 +33,9 @@ LIMITS = {
     "bf16": ((40, 5e-3), (100, 1e-2), (200, 2e-2), (400, 4e-2)),
 }
 """Largest difference of a loss that rounding explains, as a share of the loss, up to a number of
-steps. Up to 40 steps, about ten times what was measured with AdamW (docs/explain.md); later ones
-are estimates, as roundings grow at another rate in each model, and so are all of Muon. The last one
-holds for all later steps."""
+steps. Up to 40 steps it is about ten times what was measured with AdamW (docs/explain.md). Later
+ones are estimates, as roundings grow at another rate in each model; so are all of Muon. The last
+one holds for all later steps."""
 MEASURED = 40
 """Steps up to which the limits follow from measurements."""
 

@@ -65,8 +65,8 @@ def explain(first: Path, second: Path) -> Explanation:
     records = (read_record(first), read_record(second))
     one, other = records
     if one.kind != other.kind:
-        hint = f"is of a {other.kind} run, {first} of a {one.kind} run; name two of one kind"
-        raise UserError("runs", second, hint)
+        hint = f"is of a {other.kind} run, {one.name} of a {one.kind} run; name two of one kind"
+        raise UserError("runs", other.name, hint)
     checkpoints = compare_checkpoints(one, other)
     partings = row_partings(one, other)
     if checkpoints.parting:
@@ -117,7 +117,7 @@ def _judge(
         first = first_cause.name
     begin = first_common(one, other)
     explanation = Explanation(
-        runs=(str(one.folder), str(other.folder)),
+        runs=(one.name, other.name),
         verdict=verdict,
         first=first,
         changes=changes,
@@ -150,8 +150,8 @@ def _name_of(parting: Parting) -> str:
 
 
 def _with_details(cause: Cause, one: Record, other: Record) -> Cause:
-    """The cause with what has set its values, and what is known of it alone: changed lines of a
-    class, the shards that differ, or the first step with another learning rate."""
+    """The cause with what has set its values, and what is known of it alone. That is changed lines
+    of a class, the shards that differ, or the first step with another learning rate."""
     origins = (one.origins.get(cause.name, ""), other.origins.get(cause.name, ""))
     cause = cause._replace(origins=origins)
     if cause.name == "code":
@@ -234,7 +234,7 @@ def _notes(one: Record, other: Record) -> list[str]:
     for name, record in (("A", one), ("B", other)):
         if not record.rows:
             notes.append(f"{name} has no row of a step yet")
-        check = f"`{command_for('verify_run')} {truncate(record.folder, 100)}` checks all of {name}"
+        check = f"`{command_for('verify_run')} {truncate(record.name, 100)}` checks all of {name}"
         notes += [f"{name}: {note}; {check}" for note in record.notes]
     if one.rows and other.rows and not one.rows.keys() & other.rows.keys():
         notes.append("the runs have no row of a common step, so no numbers are compared")

@@ -75,11 +75,11 @@ class Explanation:
     """Why two runs differ.
 
     Attributes:
-        runs: their folders, A and B.
+        runs: their folders or URLs, A and B.
         verdict: `equal`, `explained`, `not explained`, or `changed`: a run or its data were changed
             after they were written.
-        first: name of the first cause: a condition such as `optim.lr`; where none suffices, what
-            differs, such as `loss`; of a changed run `records`, `checkpoints` or `data`; empty for
+        first: name of the first cause, a condition such as `optim.lr`. Where none suffices, what
+            differs, such as `loss`; of a changed run `records`, `checkpoints` or `data`. Empty for
             equal runs.
         changes: what was changed after it was written.
         causes: differences that may change numbers, the first cause first.
@@ -143,19 +143,24 @@ def as_text(found: Explanation, evidence: Evidence) -> Iterator[str]:
     for name, run in zip("AB", found.runs, strict=True):
         yield truncate(f"{name} = {run}", LINE)
     if found.changes:
-        yield f"\n{fill(' '.join(_change_sentences(found)), LINE)}"
+        yield f"\n{_filled(' '.join(_change_sentences(found)))}"
     paragraph = " ".join((*_answer(found), *_numbers(found, evidence)))
-    yield f"\n{fill(paragraph, LINE)}"
+    yield f"\n{_filled(paragraph)}"
     if found.last_scores:
-        yield f"\n{fill(_last_scores(found.last_scores), LINE)}"
+        yield f"\n{_filled(_last_scores(found.last_scores))}"
     yield from _cause_lines(found.causes)
     yield from _parting_lines(found)
     if found.ignored:
         names = truncate(", ".join(found.ignored), 1000)
-        yield f"\n{fill(f'These differ, and change no number: {names}', LINE)}"
+        yield f"\n{_filled(f'These differ, and change no number: {names}')}"
     if found.notes:
         yield ""
     yield from (truncate(f"note: {note}", 2 * LINE) for note in found.notes)
+
+
+def _filled(text: str) -> str:
+    """Lines of at most `LINE` characters; no word is cut, as commands in them are copied."""
+    return fill(text, LINE, break_long_words=False, break_on_hyphens=False)
 
 
 def _last_scores(last: LastScores) -> str:
@@ -348,10 +353,11 @@ def _tensor_sentence(parting: Parting) -> str:
     if parting.equal_until is None:
         oldest = ", the oldest checkpoint of both runs"
     count = f"{len(parting.tensors)} of {parting.compared} tensors differ"
-    return (
-        f"In {parting.field} of step {parting.step:,}{oldest}, {count};"
-        f" {truncate(most.name, LINE)} differs most, by {_percent(most.share)} of its norm."
-    )
+    amount = ": it has another shape, is all zeros, or is not finite"
+    if math.isfinite(most.share):
+        amount = f", by {_share(most.share)} of its norm"
+    place = f"In {parting.field} of step {parting.step:,}{oldest}"
+    return f"{place}, {count}; {truncate(most.name, LINE)} differs most{amount}."
 
 
 def _judgement(parting: Parting, evidence: Evidence, verdict: Verdict) -> str:
@@ -384,7 +390,7 @@ def _judgement(parting: Parting, evidence: Evidence, verdict: Verdict) -> str:
         beyond = evidence.beyond_rounding(parting, rounding[0])
         if beyond:
             share = _limit_text(evidence, beyond.step - rounding[0].step + 1)
-            apart = f"step {beyond.step:,} is {_percent(beyond.share)} apart"
+            apart = f"step {beyond.step:,} is {_share(beyond.share)} of the loss apart"
             return f"Not explained: {apart}, and {explains} at most {share}."
     return "Not explained by these differences."
 
@@ -392,7 +398,7 @@ def _judgement(parting: Parting, evidence: Evidence, verdict: Verdict) -> str:
 def _limit_text(evidence: Evidence, steps: int) -> str:
     """The limit of rounding after so many steps."""
     is_estimate = steps > MEASURED or evidence.has_muon
-    return f"{_percent(limit(evidence.precision, steps))}{' (estimate)' if is_estimate else ''}"
+    return f"{_share(limit(evidence.precision, steps))}{' (estimate)' if is_estimate else ''}"
 
 
 def follows_equal(evidence: Evidence, parting: Parting) -> bool:
@@ -426,7 +432,7 @@ def _parting_row(parting: Parting, names: Sequence[str], begin: int) -> list[str
     )
     if parting.tensors:
         first = f"{len(parting.tensors)} of {parting.compared} tensors"
-        largest = f"{_percent(parting.most[0].share)} of a norm"
+        largest = f"{_share(parting.most[0].share)} of a norm"
     until = "–" if parting.step <= begin + 1 else "not known"
     if parting.equal_until is not None:
         until = f"{parting.equal_until:,}"
@@ -443,7 +449,7 @@ def _growth(parting: Parting) -> list[list[str]]:
     rows = [["step", "loss of A", "loss of B", "difference", "of the loss"]]
     for apart in parting.growth:
         losses = ["–" if value is None else f"{value:.6f}" for value in apart.values]
-        rows.append([f"{apart.step:,}", *losses, f"{apart.difference:.1e}", _percent(apart.share)])
+        rows.append([f"{apart.step:,}", *losses, f"{apart.difference:.1e}", _share(apart.share)])
     return rows
 
 
@@ -456,7 +462,7 @@ def _tensor_rows(parting: Parting) -> list[list[str]]:
 
 
 def _tensor_row(tensor: TensorDifference) -> list[str]:
-    return [truncate(tensor.name, LINE), _percent(tensor.share), f"{tensor.largest:.1e}"]
+    return [truncate(tensor.name, LINE), _share(tensor.share), f"{tensor.largest:.1e}"]
 
 
 def _effects(cause: Cause) -> str:
@@ -504,14 +510,16 @@ def _both(apart: Apart) -> str:
 
 
 def _amount(apart: Apart) -> str:
-    """A difference, and its share of the number."""
-    return f"{apart.difference:.1e} ({_percent(apart.share)})"
-
-
-def _percent(share: float) -> str:
-    if not math.isfinite(share):
+    """A difference, and its share of the number; not of a number that is 0."""
+    if not math.isfinite(apart.difference):
         return "no number"
-    return f"{share:.1e}" if share < 1e-3 else f"{share:.2%}"
+    share = f" ({_share(apart.share)})" if math.isfinite(apart.share) else ""
+    return f"{apart.difference:.1e}{share}"
+
+
+def _share(share: float) -> str:
+    """A share in two digits, such as 0.013 or 5.3e-08."""
+    return f"{share:.2g}" if math.isfinite(share) else "no number"
 
 
 def _cause_as_json(cause: Cause) -> Row:

@@ -25,8 +25,9 @@ def write_page(
     file: Path, folder: Path, ladder: Ladder, lines: Sequence[str], runs: Sequence[RunRecord]
 ) -> Path:
     """Writes the page, complete or not at all, and returns its path. Raises: UserError."""
+    text = "\n".join(lines)
     body = [f"<header><h1>Ladder of {escape(str(folder))}</h1></header>"]
-    body.append(f'<pre class="copy">{escape(chr(10).join(lines))}</pre>')
+    body.append(f'<pre class="copy">{escape(text)}</pre>')
     body.append(law_chart(ladder).html(COLORS, 1000, large=True))
     body.append(_legend(ladder))
     body += ["<h2>Runs</h2>", runs_table(ladder), "<h2>Their curves</h2>"]
@@ -60,7 +61,7 @@ def law_chart(ladder: Ladder) -> Chart:
         x, y = np.array(measured, np.float64).T
         curves.append(Curve(f"{size}, measured", (x, y), number, "points"))
     note = "bits per byte by tokens trained on, log scales"
-    return Chart("Loss", curves, "tokens", note, is_log=True, bands=bands, is_wide=True)
+    return Chart("Loss", curves, "tokens", note, is_log=True, bands=bands, is_log_x=True)
 
 
 def _sizes(ladder: Ladder) -> list[tuple[int, int]]:

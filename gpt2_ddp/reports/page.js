@@ -29,10 +29,10 @@ function add(parent, name, tag = "div") {
 }
 
 function follow(figure) {
-  const { axis, x, y, log, wide, curves } = JSON.parse(figure.querySelector("script").textContent);
+  const { axis, x, y, log, log_x, curves } = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
   const frame = plot.querySelector("svg");
-  const along = (value) => (wide ? Math.log(value / x[0]) / Math.log(x[1] / x[0]) : (value - x[0]) / (x[1] - x[0]));
+  const along = (value) => (log_x ? Math.log(value / x[0]) / Math.log(x[1] / x[0]) : (value - x[0]) / (x[1] - x[0]));
   const up = (value) => (log ? Math.log(value / y[0]) / Math.log(y[1] / y[0]) : (value - y[0]) / (y[1] - y[0]));
   let drawn = [];
 
@@ -46,7 +46,7 @@ function follow(figure) {
     const box = frame.getBoundingClientRect();
     const outer = plot.getBoundingClientRect();
     const share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
-    const at = wide ? x[0] * (x[1] / x[0]) ** share : x[0] + (x[1] - x[0]) * share;
+    const at = log_x ? x[0] * (x[1] / x[0]) ** share : x[0] + (x[1] - x[0]) * share;
     const all = curves.filter((curve) => curve.x.length).map((curve) => {
       const i = nearest(curve.x, at);
       return { curve, x: curve.x[i], value: curve.y[i], gap: Math.abs(along(curve.x[i]) - share) };

@@ -65,7 +65,8 @@ class Apart(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The difference as a share of the smaller value; infinite if one is no finite number."""
+        """The difference as a share of the smaller value; infinite if one is 0, or no finite
+        number."""
         one, other = self.values
         if one is None or other is None or not one or not other:
             return math.inf
@@ -371,8 +372,8 @@ class Verified(NamedTuple):
 
 
 def _verified(record: Record, step: int, damages: list[str]) -> Verified:
-    """Whether a checkpoint's files are those of its manifest, and that the one which the rows
-    record; else `damages` get what was changed."""
+    """A checkpoint, if its files are those of its manifest, and the rows record that manifest. Else
+    `damages` get what was changed."""
     path = record.checkpoints[step]
     try:
         return Verified(path, verify_recorded(path))

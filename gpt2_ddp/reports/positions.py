@@ -1,7 +1,7 @@
 """The steps of a recorded run and the positions of the order that each has taken, both ways.
 
 A step takes the next G positions that no rollback has skipped. So the steps that count have all
-positions in order, but for the skipped ranges: position and step follow from each other, on any
+positions in order, but for the skipped ranges. Position and step follow from each other, on any
 number of ranks and after any number of resumes. A branch begins with the ranges of its parents.
 """
 

@@ -150,7 +150,7 @@ def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float)
     """Name and state, facts, the next step; of a running run, the age of its newest row."""
     if len(runs) > 1:
         yield f"<header><h1>{len(runs)} runs</h1></header>"
-        yield list_of(overview(group_runs(runs)))
+        yield _facts(overview(group_runs(runs)))
     else:
         (run,) = runs
         reason = run.status.get("reason")
@@ -159,7 +159,7 @@ def _beginning(runs: Sequence[RunRecord], is_alive: bool, reload_seconds: float)
         if reason:
             label = "Now" if is_alive else "Reason"
             yield f'<p class="reason">{label}: {escape(plain_text(reason))}</p>'
-        yield list_of(facts(run))
+        yield _facts(facts(run))
         text, command = next_step(run)
         code = f" <code>{escape(plain_text(command))}</code>" if command else ""
         yield f'<p class="next">{escape(text)}{code}</p>'
@@ -179,7 +179,7 @@ def _state_class(run: RunRecord) -> str:
     )
 
 
-def list_of(found: Iterable[Fact]) -> str:
+def _facts(found: Iterable[Fact]) -> str:
     """Facts as a list, escaped."""
     items = [f"<li><b>{escape(value)}</b> {escape(label)}</li>" for value, label in found]
     return f'<ul class="facts">{"".join(items)}</ul>'

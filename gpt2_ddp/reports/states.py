@@ -7,13 +7,13 @@ own step. `recompute` compares the feed.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from gpt2_ddp.checkpoint.format import CONFIG, STATE, Checkpoint
 from gpt2_ddp.checkpoint.verify import Recorded, recorded_checkpoint
 from gpt2_ddp.config.base import flat
-from gpt2_ddp.records.rows import METRICS, Outcome, Row, is_rollback
+from gpt2_ddp.records.rows import METRICS, STATUS, Outcome, Row, is_rollback
 from gpt2_ddp.state import Best, Parent, TaskState
 from gpt2_ddp.training.guard import LATE
 
@@ -272,6 +272,24 @@ def config_differences(file: str, found: Mapping[str, Any], right: Mapping[str, 
         for name in in_rows | in_file
         if in_file.get(name, ...) != in_rows.get(name, ...)
     ]
+
+
+def end_defect(status: Row, events: Sequence[Row], last: Row) -> str:
+    """Why the rows lack the end that status.json has; empty if they do not.
+
+    Args:
+        status: `ended_status`, the same before the rows were read and after.
+        events: the rows of events.
+        last: the last row. A start may be it: a kill may come before its status.
+    """
+    if not status or last.get("event") == "start":
+        return ""
+    newest = next((row for row in reversed(events) if row["event"] in ("start", "end")), {})
+    recorded = (newest.get("outcome"), newest.get("step"))
+    if recorded == (status["state"], status.get("step")):
+        return ""
+    ended = f"{status['state']} at step {status.get('step')}"
+    return f"{METRICS}: {STATUS} says that the run {ended}, but the row of that end is missing"
 
 
 def _epoch_after(before: AfterRow, row: Row) -> Epoch | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_type_hints
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import no_such_folder, read_json
+from gpt2_ddp.files import no_such_folder, read_json, url_of_copy
 from gpt2_ddp.records.rows import (
     FIELDS,
     METRICS,
@@ -50,10 +50,11 @@ def show_status(config: StatusConfig) -> int:
     if not runs:
         folder = folders[0] if folders else Path("runs")
         hint = f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
-        raise UserError("runs", folder, no_such_folder(folder) or hint)
-    width = max(len(str(folder)) for folder in runs)
-    for folder in runs:
-        print(truncate(f"{folder!s:{width}}  {describe(folder)}".rstrip(), LINE))
+        raise UserError("runs", url_of_copy(folder), no_such_folder(folder) or hint)
+    names = [url_of_copy(folder) for folder in runs]
+    width = max(map(len, names))
+    for name, folder in zip(names, runs, strict=True):
+        print(truncate(f"{name:{width}}  {describe(folder)}".rstrip(), LINE))
     return 0
 
 

@@ -4,6 +4,7 @@
       |- checkpoints           hash of the manifest, which has the hashes of the files
       |   '- states            compared with the rows (`states`), tensors with the model (`layouts`)
       |- config.yaml           equal to the newest row with a configuration
+      |- status.json           of a run that has ended: equal to the newest end
       |- data                  hash of the manifest, which has the hashes of the shards
       |   '- order             recomputed from seed and data (`recompute`)
       '- losses and weights    trained again, if asked for (`replay`)
@@ -33,11 +34,13 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.mixture import recorded_mixture
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import no_such_folder, sha256_file
+from gpt2_ddp.files import no_such_folder, sha256_file, url_of_copy
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
+    STATUS,
     Row,
+    ended_status,
     is_event,
     is_rollback,
     lines_of,
@@ -47,7 +50,7 @@ from gpt2_ddp.records.rows import (
 from gpt2_ddp.reports.layouts import tensor_defects
 from gpt2_ddp.reports.recompute import Recomputed
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
-from gpt2_ddp.reports.states import Expected, config_differences
+from gpt2_ddp.reports.states import Expected, config_differences, end_defect
 from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.user_task import trusted
@@ -168,7 +171,7 @@ def verify_run(command: VerifyConfig) -> int:
     n_defects = 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
-        raise UserError("run", run, hint)
+        raise UserError("run", url_of_copy(run), hint)
     if not os.path.lexists(run / METRICS) and os.path.isfile(run / MANIFEST):
         hint = f"is a checkpoint; name its run folder, {run.resolve().parent.parent}"
         raise UserError("run", run, hint)
@@ -184,7 +187,7 @@ def verify_run(command: VerifyConfig) -> int:
         for line in lines:
             print(truncate(line, LINE))
     verdict = f"not intact, defects: {n_defects}" if n_defects else "intact"
-    print(truncate(f"{run} is {verdict}", LINE))
+    print(truncate(f"{url_of_copy(run)} is {verdict}", LINE))
     return 1 if n_defects else 0
 
 
@@ -192,6 +195,7 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
     """Reads the run's files, and checks them. A running training writes a row
     after its checkpoint."""
     settings = _read_settings(run)
+    status = ended_status(run)
     folders = list_checkpoints(run / "checkpoints")
     checkpoints, wrong = _read_checkpoints(run, folders)
     chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
@@ -217,6 +221,7 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
         newer = f"the last {log.loose} rows are newer than the newest checkpoint"
         yield f"{newer}: no checkpoint confirms them yet", None
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
+    yield from _check_end(run, status, log)
     is_right = yield from _check_training(log, pinned, command)
     for branch in log.named("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
@@ -302,6 +307,14 @@ def _check_settings(settings: Row | str, log: Log) -> list[str]:
     if isinstance(settings, str):
         return [settings]
     return config_differences(CONFIG, settings, newest["config"])
+
+
+def _check_end(run: Path, status: Row, log: Log) -> Iterator[Finding]:
+    """Checks that the rows have the end of status.json. `status`: that of a run that had ended
+    before the rows were read."""
+    if status and status == ended_status(run):  # no training has begun meanwhile
+        defect = end_defect(status, log.events, log.last)
+        yield f"{STATUS}: as {METRICS} recorded the end", [defect] if defect else []
 
 
 def _check_training(

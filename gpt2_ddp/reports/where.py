@@ -38,7 +38,7 @@ from gpt2_ddp.data.search import Occurrences, TextSearch
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, replace_surrogates
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import no_such_folder, regular
+from gpt2_ddp.files import no_such_folder, regular, url_of_copy
 from gpt2_ddp.output import text_table
 from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.records.rows import METRICS, Row, is_event, is_rollback
@@ -147,6 +147,16 @@ class Answer(NamedTuple):
         return sorted({use.step for use in self.uses} - set(self.steps))
 
     @property
+    def exposures(self) -> int:
+        """How often the steps trained on the whole text."""
+        return sum(use.times for use in self.uses)
+
+    @property
+    def part_exposures(self) -> int:
+        """How many other windows with a part of it the steps trained on."""
+        return sum(not use.times for use in self.uses)
+
+    @property
     def text(self) -> str:
         """The answer in a line."""
         folders = {place.folder for place in self.places if place.split == "val"}
@@ -172,6 +182,8 @@ class Answer(NamedTuple):
             "answer": self.text,
             "steps": self.steps,
             "part_steps": self.part_steps,
+            "exposures": self.exposures,
+            "part_exposures": self.part_exposures,
             "reached": self.reached,
             "places": [place._asdict() for place in self.places],
             "uses": [use._asdict() for use in self.uses],
@@ -240,8 +252,8 @@ class RecordedRun(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The folders."""
-        return self.config.data.paths
+        """The folders, or the URLs of which they are copies."""
+        return tuple(map(url_of_copy, self.config.data.paths))
 
 
 def answer_question(command: WhereConfig) -> int:
@@ -314,18 +326,19 @@ def question(command: WhereConfig) -> str | None:
 def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
     """Reads a run's rows, and opens its data. Raises: UserError if the run is no GPT's, its rows
     are damaged, or the data are not those of the run."""
+    name = url_of_copy(run)
     if not os.path.isfile(run / METRICS):
         hint = no_such_folder(run) or f"has no {METRICS}; name a run folder of train_gpt2.py"
-        raise UserError("run", run, hint)
+        raise UserError("run", name, hint)
     log = Log(run / METRICS, ())
     if log.defects:
-        raise UserError("rows", run, f"{log.defects[0]}; {CHECK}")
+        raise UserError("rows", name, f"{log.defects[0]}; {CHECK}")
     starts = log.named("start")
     kind = str(starts[-1].get("kind"))
     config = read_config(kind, log.config_row["config"], METRICS)
     if not isinstance(config, TrainingConfig):
         hint = f"is a {kind} run, without a text; name a run of train_gpt2.py"
-        raise UserError("run", run, hint)
+        raise UserError("run", name, hint)
     if data:
         folders = config.data.model_copy(update={"path": tuple(map(_checked, data))})
         config = config.model_copy(update={"data": folders})
@@ -370,7 +383,8 @@ def _task_class(run: Path, starts: list[Row], trust_code: bool) -> type[Pretrain
             continue
     task, problem = task_class(starts, newest, trust_code)
     if problem:
-        raise UserError("task", run, f"the order of its data is not known: {problem}")
+        hint = f"the order of its data is not known: {problem}"
+        raise UserError("task", url_of_copy(run), hint)
     return task
 
 
@@ -443,9 +457,12 @@ def _search(search: TextSearch, streams: Sequence[TokenStream], text: str) -> li
 def _add_uses(
     run: RecordedRun, number: int, occurrences: Occurrences, uses: list[Use], undone: list[Use]
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Adds the uses of the windows of folder `number` that have one of the occurrences. Returns
-    which of the occurrences are in a step that counts, and which in one that a rollback has undone:
-    bool [n] both; and the passes without any of them, from 1 on."""
+    """Adds the uses of the windows of folder `number` that have one of the occurrences.
+
+    Returns:
+        Which occurrences are in a step that counts, and which in one that a rollback has undone:
+        bool [n] both. And the passes without any of them, from 1 on.
+    """
     found = _positions(run, number, occurrences)
     skipped = run.history.is_skipped(found.positions)
     counts = _chosen(found, ~skipped & (found.positions < run.history.end))
@@ -571,6 +588,7 @@ def _uses(
     undone_at: int | None = None,
 ) -> Iterator[Use]:
     source = run.corpus.sources[number]
+    folder = run.names[number]
     items = _own_items(found)
     starts = source.starts(items)
     # both ends of the occurrences ascend
@@ -591,7 +609,7 @@ def _uses(
             rank=rank,
             micro_batch=micro_batch,
             row=row,
-            folder=run.names[number],
+            folder=folder,
             window=int(windows[n]),
             first=int(starts[n]),
             position=int(found.positions[n]),
@@ -630,6 +648,7 @@ def texts_of(run: RecordedRun, past: PastStep, rank: int | None = None) -> Itera
     positions = history.positions(step)
     items = run.order.items_at(positions)
     shares = interleaved(layout.processes, layout.micro_batch, history.size)
+    names = run.names
     for micro_batch, of_ranks in enumerate(shares):
         for of_rank, share in enumerate(of_ranks):
             if rank not in (None, of_rank):
@@ -644,7 +663,7 @@ def texts_of(run: RecordedRun, past: PastStep, rank: int | None = None) -> Itera
                     rank=of_rank,
                     micro_batch=micro_batch,
                     row=row,
-                    folder=run.names[number],
+                    folder=names[number],
                     window=item % len(source),
                     position=int(positions[place]),
                     first=first,
@@ -750,6 +769,9 @@ def _no_spike(run: RecordedRun, rows: list[Spike], name: str) -> str:
 def describe(answer: Answer) -> str:
     """The answer for people: the line, then where and when."""
     lines = [answer.text]
+    if answer.uses:
+        parts = f", {answer.part_exposures:,} to a part of it" if answer.part_exposures else ""
+        lines.append(f"exposures: {answer.exposures:,} to the whole text{parts}")
     at_ends = sorted({use.step for use in answer.uses if use.rest_left_out} - {*answer.steps})
     at_borders = [step for step in answer.part_steps if step not in at_ends]
     if answer.steps and at_borders:
@@ -783,7 +805,7 @@ def _counts(places: list[Place]) -> Iterator[str]:
         is_partly_seen = "" in whys
         for why in dict.fromkeys(whys):
             if why and is_partly_seen:
-                yield f"  {whys.count(why):,} of them {why}"
+                yield f"  {whys.count(why):,} of them: {why.removeprefix('but ')}"
 
 
 def _cells(use: Use) -> tuple[str, ...]:

@@ -60,11 +60,12 @@ class Cell(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """All that it trains on."""
         return self.steps * self.batch
 
     @property
     def name(self) -> str:
-        """For the run's folder."""
+        """For the run's folder: size, tokens in three digits, seed."""
         size = f"{self.layers}x{self.width}"
         return f"{size}-{self.tokens / 1e6:.3g}M-seed_{self.seed}"
 
@@ -81,14 +82,14 @@ class Cost(NamedTuple):
         return 6 * (parameters + SMALL) * (tokens + evaluated) / self.speed + START_SECONDS
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    """Layers and width of `LAYERSxWIDTH`."""
-    layers, _, width = text.partition("x")
-    return int(layers), int(width)
-
-
 Size = tuple[int, int]
 """Layers and width."""
+
+
+def parse_shape(text: str) -> Size:
+    """The size in `LAYERSxWIDTH`."""
+    layers, _, width = text.partition("x")
+    return int(layers), int(width)
 
 
 class Request(NamedTuple):
@@ -113,7 +114,8 @@ class Request(NamedTuple):
 
 
 def design(request: Request, text: Text, cost: Cost) -> list[Cell]:
-    """The runs of a ladder, cheap ones first. Raises: UserError for too little time or text."""
+    """The runs of a ladder, cheap ones first. Raises: UserError for too little time or text, and
+    for lengths that are nearly equal."""
     sizes = sorted(map(parse_shape, dict.fromkeys(request.shapes)), key=partial(_parameters, text))
     if request.lengths:
         sizes = sizes or [*CANDIDATES[:SIZES]]
@@ -127,6 +129,10 @@ def design(request: Request, text: Text, cost: Cost) -> list[Cell]:
     runs = [(*pair, request.seed) for pair in grid]
     runs += [(*repeated, request.seed + number) for number in range(1, request.repeats)]
     cells = [_cell(request, text, *run) for run in runs]
+    if len({cell.name for cell in cells}) < len(cells):
+        lengths = " ".join(f"{length:g}" for length in request.lengths)
+        hint = "two of them are one run, in whole steps; choose some that are farther apart"
+        raise UserError("lengths", lengths, hint)
     return sorted(cells, key=lambda cell: (cell.parameters * cell.tokens, cell.seed))
 
 

@@ -109,12 +109,13 @@ def climb(config: LadderConfig) -> int:
     write_json(file, planned.record)
     incomplete = train_all(todo, at_once, gpus)
     records = _read([member for member in members if member.folder not in incomplete])
-    rungs = [
-        rung
-        for cell, member in zip(planned.cells, members, strict=True)
-        for record in records
-        if record.folder == member.folder.resolve() and (rung := read_rung(cell, record))
-    ]
+    by_folder = {record.folder: record for record in records}
+    rungs: list[Rung] = []
+    for cell, member in zip(planned.cells, members, strict=True):
+        record = by_folder.get(member.folder.resolve())
+        rung = read_rung(cell, record) if record else None
+        if rung:
+            rungs.append(rung)
     for run, end in incomplete.items():
         print(f"{run} {end}; its output is in {run}.log")
     if len(rungs) < FEWEST:
@@ -152,18 +153,17 @@ def plan_ladder(config: LadderConfig, manifest: Manifest, file: Path, at_once: i
         "val_tokens": val_tokens,
     }
     before = _recorded(file)
-    cost = Cost(0.0, val_tokens)
     if before:
-        names = [name for name in request if before[0].get(name) != request[name]]
+        record, cells = before
+        names = [name for name in request if record.get(name) != request[name]]
         if names:
-            hint = f"has a ladder of another {names[0]}; choose another run_name, or remove it"
+            hint = f"has a ladder that differs in {names[0]}; choose another run_name, or remove it"
             raise UserError("run_name", file, hint)
-        cost = cost._replace(speed=before[0]["speed"])
-        return Planned(before[1], seconds_of(before[1], cost), before[0])
+        return Planned(cells, seconds_of(cells, Cost(record["speed"], val_tokens)), record)
     here = measure_here(config)
     # on a CPU, runs at a time share it
     shared = 1 if visible_gpus() else at_once
-    cost = cost._replace(speed=here.speed / shared)
+    cost = Cost(here.speed / shared, val_tokens)
     cells = design(
         Request(
             minutes=config.minutes,
@@ -425,7 +425,7 @@ class TimedAnswer(NamedTuple):
         if best.is_limited:
             lines.append("  a larger size may be better: it is too large for this ladder to say")
         known = [
-            f"{name} {change:+.1%}" for name, change in self.changes.items() if change is not None
+            f"{what} {change:+.1%}" for what, change in self.changes.items() if change is not None
         ]
         if known:
             lines.append(f"  {', '.join(known)}")

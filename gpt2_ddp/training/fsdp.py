@@ -91,8 +91,8 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def make_model(make: Callable[[], ModelT]) -> tuple[ModelT, Iterator[tuple[str, Tensor]]]:
-    """The model that `make` returns, on the meta device; and names and values of its weights, of
-    another one that is made from the same seed once they are asked for. Raises: UserError for a
+    """The model that `make` returns, on the meta device; and names and values of its weights.
+    Another model is made from the same seed once these are asked for. Raises: UserError for a
     buffer whose values would be unknown."""
 
     def initial() -> Iterator[tuple[str, Tensor]]:

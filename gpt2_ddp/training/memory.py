@@ -326,8 +326,8 @@ def largest_micro_batch(setting: Setting, memory: float) -> int:
 
 
 def choose_micro_batch(setting: Setting, memory: float, recorded: int | None = None) -> int:
-    """The number of `train.micro_batch_size: auto`, for so many bytes: the `recorded` one of the
-    run or its parent, as long as it fits them, or else the largest; at least 1."""
+    """The number of `train.micro_batch_size: auto`, for so many bytes. It is the `recorded` one of
+    the run or its parent if that fits them, or else the largest that does; at least 1."""
     if recorded:
         processes = min(setting.processes, setting.config.global_batch_windows)
         size = split_batch(setting.config.global_batch_windows, processes, recorded)

@@ -31,8 +31,12 @@ SHARE = 0.35
 
 
 class Completed(NamedTuple):
-    """A configuration that the rule has completed, and what a run of it will reach, if that can be
-    told: by counts of the text, and by a ladder of runs on it."""
+    """A configuration that the rule has completed, and what a run of it should reach.
+
+    Attributes:
+        forecast: by counts of the text; None for several folders, and for very little text.
+        expectation: by a ladder of runs on the text; None without one, and beyond its limits.
+    """
 
     config: TrainingConfig
     forecast: Forecast | None

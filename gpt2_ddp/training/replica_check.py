@@ -3,10 +3,11 @@ which must be equal bit for bit.
 
 A memory error on one rank changes only its replica. Without a check training continues, and the
 gradients of all ranks are slightly wrong. The check compares a hash of each tensor (`sum_of`),
-computed on the device in one pass over the memory. Every single flipped bit changes the hash. It
-misses errors that all ranks share, such as a gradient that was wrong before the all-reduce, and two
-changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit set in one word and
-cleared in another.
+computed on the device in one pass over the memory. Every single flipped bit changes the hash.
+
+It misses errors that all ranks share, such as a gradient that was wrong before the all-reduce. It
+also misses two changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit set
+in one word and cleared in another.
 """
 
 # accelerate has no type stubs, and torch is typed in part

@@ -26,7 +26,7 @@ SAMPLE = 0.12
 """Seconds of a layer in a sample of text (estimate): its 200 tokens come one after another, for all
 prompts at once."""
 MISSED = 0.02
-"""Share of the time by which a forecast of the end may miss it: less than the 5 % that
+"""Share of the time by which a forecast of the end may miss it. That is less than the 5 % that
 docs/optimizers.md promises, as what changes after the last settling comes on top."""
 NOISE = 0.1
 """Share of the time that is left by which it may miss in addition. Steps do not all take the same,

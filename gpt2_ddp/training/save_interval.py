@@ -1,6 +1,6 @@
 """`checkpoint.seconds`: saves as often as a bound on what a kill costs needs.
 
-What counts is the age of the newest checkpoint that is complete on disk, by a clock on the wall: a
+What counts is the age of the newest checkpoint that is complete on disk, by a clock on the wall. A
 kill loses what was trained since its state was taken. A save protects only once it is on disk, so
 the next one begins early enough to be there in time:
 

@@ -1,5 +1,5 @@
 """The base class of a task: what one kind of training (a GPT, a regression, a classifier) adds to
-the common loop; and checks of the numbers that a task adds to rows, by `evaluate` or by
+the common loop. And checks of the numbers that a task adds to rows, by `evaluate` or by
 `row_fields`."""
 
 # accelerate has no type stubs

@@ -4,12 +4,13 @@ import json
 
 import torch
 from close import assert_close
-from commands import expect_field
+from commands import expect_error, expect_field
 from ranks import run_ranks
 from runs import rows, train, training_config
 
 from benchmarks import peer_curve
 from benchmarks.peer_curve import PeerCurveConfig, compare_curves
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 
@@ -59,3 +60,15 @@ def test_a_checkout_that_is_missing(corpus, tmp_path):
     run_ranks(train, 1, config)
     settings = PeerCurveConfig(run=str(tmp_path / "run"), nanogpt=str(tmp_path))
     expect_field("nanogpt", str(tmp_path), compare_curves, settings)
+
+
+def test_a_run_that_cannot_be_followed(corpus, tmp_path):
+    config = training_config(corpus, tmp_path, {"train.steps": 1})
+    run_ranks(train, 1, config)
+    run = tmp_path / "run"
+    settings = PeerCurveConfig(run=str(run), nanogpt=str(tmp_path))
+    two = {"data.path": [str(corpus), str(tmp_path)], "data.weights": [1, 1], "train.steps": 1}
+    (run / "config.yaml").write_text(dump(training_config(corpus, tmp_path, two)))
+    expect_error("run = .*mixes folders", compare_curves, settings)
+    (run / "metrics.jsonl").write_text("")
+    expect_error("run = .*has no row of a step", compare_curves, settings)

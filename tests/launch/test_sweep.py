@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import NO_REPORT, ROOT, SCRIPTS, environment, expect_error
+from commands import ROOT, SCRIPTS, expect_error, stopped_and_killed
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
@@ -205,21 +204,7 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
         *RATES[4:],
         *words.split(),
     ]
-    options = {
-        "cwd": ROOT,
-        "env": environment(PYTHONPATH=NO_REPORT),
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen(command, **options) as process:
-            time.sleep(random.uniform(4, 10))
-            process.send_signal(number)
-            output, _ = process.communicate(timeout=60)
-        assert process.returncode == (75 if number == signal.SIGTERM else -number), output
-    again = subprocess.run(command, **options, timeout=300)
-    assert again.returncode == 0, again.stdout
+    stopped_and_killed(command, lambda: random.uniform(4, 10))
     runs = [
         Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2)
     ]

@@ -7,20 +7,16 @@ import pytest
 import torch
 from close import assert_close, distance
 from commands import expect_error, expect_field
-from models import random_tokens
 from ranks import run_ranks
 from runs import rows, train, training_config
-from test_one_pass_loss import saved
+from test_one_pass_loss import PADDED, VOCAB, batch, loss_and_gradients, model_of, saved
 
 from gpt2_ddp.config.plan import PlanConfig
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model import fp8
 from gpt2_ddp.model.fp8 import check_fp8, fixed_scale, fp8_loss, scale_of, to_fp8
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.plan.plan import fp8_mistakes
 
-VOCAB = 301
-PADDED = 384
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
@@ -132,32 +128,13 @@ def test_chunks_are_the_whole(monkeypatch, chunk):
     assert_close(own[1], gradients[1], 2e-6)
 
 
-def model_of(kind="gpt2", fp8_head=True):
-    torch.manual_seed(0)
-    config = ModelConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, architecture=kind)
-    return GPT(config, VOCAB, fp8_head=fp8_head).eval()  # no dropout of pairs
-
-
-def batch():
-    tokens, targets = random_tokens(VOCAB, 12).chunk(2)
-    targets[0, :5] = targets[3] = -100
-    return tokens, targets
-
-
-def loss_and_gradients(model, run, reduction):
-    model.zero_grad()
-    loss = run(*batch(), reduction=reduction)
-    (0.3 * loss).backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 @pytest.mark.parametrize("how", ["plain", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["gpt2", "nanochat"])
 def test_a_model_keeps_no_logits_and_adds_the_gradients_of_micro_batches(kind, how):
     torch._dynamo.reset()
     tokens = batch()[0].numel()
-    plain = model_of(kind, fp8_head=False)
-    model = model_of(kind)
+    plain = model_of(kind)
+    model = model_of(kind, fp8_head=True)
     run = torch.compile(model, dynamic=False, fullgraph=True) if how == "model" else model
     with torch.autocast("cpu", torch.bfloat16):
         right = loss_and_gradients(plain, plain, "sum")
@@ -178,8 +155,8 @@ USED = {"sum": True, "mean": True, "none": False}
 @pytest.mark.parametrize("reduction", USED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 def test_evaluations_and_other_precisions_are_as_without_it(reduction, dtype):
-    plain = model_of(fp8_head=False)
-    model = model_of()
+    plain = model_of()
+    model = model_of(fp8_head=True)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         one, other = (each(*batch(), reduction=reduction) for each in (model, plain))
         is_used = USED[reduction] and dtype is torch.bfloat16

@@ -20,10 +20,10 @@ PADDED = 384
 KINDS = ["gpt2", "llama", "nanochat", "speedrun"]
 
 
-def model_of(kind="gpt2", width=32):
+def model_of(kind="gpt2", width=32, fp8_head=False):
     torch.manual_seed(0)
     config = ModelConfig(n_layer=1, n_head=2, n_embd=width, block_size=16, architecture=kind)
-    return GPT(config, VOCAB).eval()  # no dropout of pairs
+    return GPT(config, VOCAB, fp8_head=fp8_head).eval()  # no dropout of pairs
 
 
 def batch():

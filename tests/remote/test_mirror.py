@@ -20,6 +20,7 @@ import psutil
 import pytest
 from commands import expect_error
 from faults.mutations import flip
+from fsspec.implementations.local import LocalFileSystem
 from ranks import run_ranks, run_until_killed, wait_until
 from runs import (
     assert_same,
@@ -27,6 +28,7 @@ from runs import (
     edit_manifest,
     is_intact,
     newest_checkpoint,
+    said,
     train_with_faults,
     training_config,
 )
@@ -39,12 +41,14 @@ from gpt2_ddp.data import fetch as missing
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import local_copy, read_json
+from gpt2_ddp.records.rows import METRICS, STATUS, ended_status
 from gpt2_ddp.remote import mirror, mirror_process
 from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.remote.mirror import FIELD, LEASE, Lease, Mirror
 from gpt2_ddp.remote.mirror_process import MirrorProcess
 from gpt2_ddp.remote.objects import Bucket, describe, fetch_data, reading
 from gpt2_ddp.remote.transfer import TransferConfig, transfer
+from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.training.initial_weights import import_place
 
 NUMBERS = count()
@@ -615,6 +619,51 @@ def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, mo
     assert Bucket(f"file://{bucket}/run").checkpoints().keys() == models(copied / "run").keys()
 
 
+def test_the_end_of_a_run_is_copied_with_its_rows(copied, tmp_path, monkeypatch):
+    """The run ends while it is copied, and while a command copies the copy. Nobody sees a status
+    that is newer than the rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    run = tmp_path / "run"
+    shutil.copytree(copied / "run", run)
+    rows = (run / METRICS).read_text()
+    status = (run / STATUS).read_text()
+    bucket = tmp_path / "bucket/run"
+
+    def train_again(folder):
+        (folder / METRICS).write_text("".join(rows.splitlines(keepends=True)[:-1]))
+        (folder / STATUS).write_text('{"state": "running", "step": 10}')
+
+    def end(folder):
+        (folder / METRICS).write_text(rows)
+        (folder / STATUS).write_text(status)
+
+    def ending(read, folder):
+        def call(*arguments):
+            found = read(*arguments)
+            if Path(arguments[-1]).name in (METRICS, STATUS):
+                end(folder)
+            return found
+
+        return call
+
+    train_again(run)
+    one = mirror_at(tmp_path / "bucket", run)
+    one.restore()
+    with monkeypatch.context() as ends:
+        ends.setattr(mirror, "content_of", ending(mirror.content_of, run))
+        one._copy(is_last=False)
+    assert ended_status(run)
+    assert not ended_status(bucket)
+    one._renew()
+    assert not ended_status(bucket)
+    train_again(bucket)
+    with monkeypatch.context() as ends:
+        ends.setattr(LocalFileSystem, "get_file", ending(LocalFileSystem.get_file, bucket))
+        (copy,) = with_local_runs(StatusConfig(runs=(f"file://{bucket}",))).runs
+    assert ended_status(bucket)
+    assert not ended_status(Path(copy))
+
+
 def test_a_run_that_saves_and_deletes_faster_than_it_is_copied(copied, tmp_path, monkeypatch):
     """The newest is copied whole although the run deletes it meanwhile. Then come those that are
     newer, before older ones."""
@@ -867,6 +916,7 @@ def test_commands_read_a_run_at_a_url(bucket, tmp_path, monkeypatch):
     shutil.rmtree(bucket / "run/step-00000008")
     (status,) = with_local_runs(StatusConfig(runs=(url,))).runs
     assert (Path(status) / "status.json").exists()
+    assert said(show_status, StatusConfig(runs=(status,)))[1].startswith(f"{url}  ")
     assert not (Path(status) / "checkpoints/step-00000010").exists()
     compared = with_local_runs(ExplainConfig(runs=(url, url))).runs
     assert newest_checkpoint(Path(compared[1])).name == "step-00000010"

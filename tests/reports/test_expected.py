@@ -115,7 +115,7 @@ def test_several_runs_and_runs_without_a_ladder_have_no_band(tmp_path):
 
 def test_a_chart_may_have_a_logarithmic_axis_of_tokens(tmp_path):
     x = np.array([1e5, 1e6, 1e7])
-    chart = Chart("t", [Curve("c", (x, x), 0)], "tokens", is_wide=True)
+    chart = Chart("t", [Curve("c", (x, x), 0)], "tokens", is_log_x=True)
     along, _ = chart.scales()
     assert_close(along.fractions(x), [0.0, 0.5, 1.0])
     path = re.search(r'class="line"[^>]* d="M([^"]*)"', chart.html(COLORS, 100))[1]

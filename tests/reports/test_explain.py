@@ -1,6 +1,7 @@
 """Why two runs differ: planted differences are named first, and none is invented."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -37,9 +38,11 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.remote.copies import with_local_runs
+from gpt2_ddp.reports import conditions, explanation
 from gpt2_ddp.reports.conditions import EFFECTS, effects_of
 from gpt2_ddp.reports.evidence import LIMITS, limit
 from gpt2_ddp.reports.explain import explain_runs
+from gpt2_ddp.reports.partings import Apart
 from gpt2_ddp.tasks.user_task import Code, find, trust
 
 CLASS = """
@@ -403,16 +406,31 @@ def test_rows_that_were_cut_off_are_a_change(pair):
     shutil.rmtree(pair[1] / "checkpoints")
     found = explain(*pair)
     assert found.verdict == "changed"
-    assert "says that the run completed, but the row of its end is missing" in words(found)
+    assert "says that the run completed at step 10, but the row of that end is missing" in words(
+        found
+    )
 
 
-def test_a_run_that_trains_has_no_end(pair):
-    """A killed one, too. Its newest checkpoint may have no row yet."""
+def test_a_run_that_trains_has_no_end(pair, monkeypatch):
+    """A killed one, too. Its newest checkpoint may have no row yet. A training may begin while the
+    rows are read, or be killed before its start is in status.json."""
     file = pair[1] / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     saved = max(n for n, line in enumerate(lines) if '"event": "checkpoint"' in line)
     file.write_text("".join(lines[:saved]))
+    completed = (pair[1] / "status.json").read_text()
     (pair[1] / "status.json").write_text('{"state": "running", "step": 10}')
+    assert explain(*pair).verdict == "equal"
+    found = iter([json.loads(completed), {}])
+    with monkeypatch.context() as begins:
+        begins.setattr(
+            conditions, "ended_status", lambda folder: next(found) if folder == pair[1] else {}
+        )
+        assert explain(*pair).verdict == "equal"
+    assert not [*found]
+    file.write_text("".join(lines[: saved + 1]))
+    edit_rows(pair[1], lambda rows: rows.append(rows[0] | {"step": 10}))
+    (pair[1] / "status.json").write_text(completed)
     assert explain(*pair).verdict == "equal"
 
 
@@ -854,6 +872,23 @@ def test_limits_grow_with_the_steps():
         assert limit(precision, 10**9) == shares[-1]
 
 
+def test_shares_have_one_notation():
+    shares = [5.3e-8, 3e-5, 0.0301, 0.9876, math.inf, math.nan]
+    found = ["5.3e-08", "3e-05", "0.03", "0.99", "no number", "no number"]
+    assert [explanation._share(share) for share in shares] == found
+    assert explanation._amount(Apart(1, (2.0, 2.5))) == "5.0e-01 (0.25)"
+    assert explanation._amount(Apart(1, (0.0, 2.0))) == "2.0e+00"
+    assert explanation._amount(Apart(1, (None, 2.0))) == "no number"
+
+
+def test_no_command_is_cut_at_the_end_of_a_line():
+    command = "`python scripts/verify_run.py runs/a-run-of-mine`"
+    for before in range(explanation.LINE):
+        lines = explanation._filled(f"{'a ' * before}{command} checks all").splitlines()
+        assert any("runs/a-run-of-mine`" in line for line in lines)
+        assert max(map(len, lines)) <= explanation.LINE
+
+
 # The command
 
 
@@ -873,13 +908,19 @@ def test_runs_at_urls(runs, tmp_path, monkeypatch, capsys):
     config = with_local_runs(ExplainConfig(runs=(urls[0], urls[1]), json=True))
     assert explain_runs(config) == 1
     found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == urls
+    assert found["text"].startswith(f"A = {urls[0]}\nB = {urls[1]}\n")
+    assert f"{tmp_path}/cache" not in json.dumps(found)
     here = explain(runs / "base", runs / "lr").as_json()
     assert found["partings"] == here["partings"]
     assert found["checkpoints"] == [5, 10]
     url = mirrored(runs / "lr", tmp_path / "spoiled")
     spoil(tmp_path / "spoiled/lr/step-00000010/model.safetensors")
     spoiled = with_local_runs(ExplainConfig(runs=(url, urls[0])))
-    assert explain(*map(Path, spoiled.runs)).verdict == "changed"
+    changed = explain(*map(Path, spoiled.runs))
+    assert changed.verdict == "changed"
+    assert f"verify_run.py {url}` checks all of A" in words(changed)
+    expect_error(f"is of a regression run, {url} of", explain, Path(spoiled.runs[0]), runs / "job")
 
 
 def mirrored(run, bucket):

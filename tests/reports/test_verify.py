@@ -36,9 +36,10 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
-from gpt2_ddp.records.rows import METRICS
+from gpt2_ddp.records.rows import METRICS, STATUS
 from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.reports import recompute, verify
+from gpt2_ddp.reports.states import end_defect
 from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
@@ -81,7 +82,7 @@ def test_a_run_is_intact(run, capsys):
         file.write('{"step": 11, "lo')
     code, defects, others = verified(run, capsys)
     assert (code, defects) == (0, [])
-    assert [line.split()[0] for line in others].count("ok") == 6
+    assert [line.split()[0] for line in others].count("ok") == 7
 
 
 def test_a_complete_run_says_what_its_killed_session_did_not(run, trained, capsys):
@@ -90,6 +91,8 @@ def test_a_complete_run_says_what_its_killed_session_did_not(run, trained, capsy
     config = training_config(trained.parent / "data", run.parent, {"optim.decay_steps": 10})
     whole = (run / METRICS).read_bytes()
     rewrite(run, METRICS, r"(.*\n){2}\Z", "")
+    assert verified(run, capsys)[0] == 1
+    rewrite(run, STATUS, "completed", "running")
     assert verified(run, capsys)[0] == 0
     assert run_ranks(in_turn, 1, (train, config), (train, config)) == [["completed"] * 2]
     assert (run / METRICS).read_bytes() == whole
@@ -119,9 +122,34 @@ def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
         return found
 
     edit_rows(run, lambda rows: rows.pop(-1))
+    rewrite(run, STATUS, "completed", "running")
     Log = verify.Log
     monkeypatch.setattr(verify, "Log", read)
     assert verified(run, capsys)[:2] == (0, [])
+
+
+def test_a_training_that_begins_meanwhile_has_no_end_yet(run, monkeypatch, capsys):
+    """Its start drops the end before it."""
+    edit_rows(run, lambda rows: rows.pop())
+    found = iter([read_json(run / STATUS), {}])
+    monkeypatch.setattr(verify, "ended_status", lambda folder: next(found))
+    assert verified(run, capsys)[:2] == (0, [])
+    assert not [*found]
+
+
+def test_the_end_of_a_run_is_in_its_rows():
+    status = {"state": "completed", "step": 10}
+    start = {"event": "start", "step": 10}
+    end = {"event": "end", "step": 10, "outcome": "completed"}
+    row = {"step": 10}
+    assert not end_defect(status, [start, end], end)
+    assert not end_defect({}, [start], row), "it trains"
+    assert not end_defect(status, [start], start), "a kill came before its status"
+    defect = "metrics.jsonl: status.json says that the run completed at step 10, but the row of"
+    assert end_defect(status, [start], row).startswith(defect)
+    assert end_defect(status, [end, start], row)
+    for other in ({"outcome": "stopped"}, {"step": 9}):
+        assert end_defect(status, [start, end | other], end)
 
 
 def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
@@ -171,6 +199,7 @@ REWRITTEN = [
     (METRICS, ', "chain": "[0-9a-f]*"', "", f"{METRICS}, line 1: "),
     (METRICS, "", None, f"{METRICS}: has no start"),
     (METRICS, r"(.*\n){5}\Z", "", f"{TEN}: its chain"),
+    (METRICS, r"(.*\n)\Z", "", f"{METRICS}: {STATUS} says that the run completed at step 10"),
     (CONFIG, "  patience: 20\n", "", f"{CONFIG}: guard.patience"),
     (CONFIG, "", "a: ]", f"{CONFIG} = "),
     (CONFIG, "", None, f"{CONFIG} = "),

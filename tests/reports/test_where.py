@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +31,17 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.reports.positions import History
-from gpt2_ddp.reports.where import PastStep, answer_question, find, open_run, spikes, texts_of
+from gpt2_ddp.reports.where import (
+    Answer,
+    PastStep,
+    Place,
+    answer_question,
+    describe,
+    find,
+    open_run,
+    spikes,
+    texts_of,
+)
 from gpt2_ddp.tasks.pretraining import Pretraining
 
 SIZE = 32  # tokens of a window, of `training_config`
@@ -342,11 +353,16 @@ def test_an_answer_begins_with_the_steps(corpus, tmp_path):
     code, out, _ = ask(recorder.run, text=text)
     lines = out.splitlines()
     assert (code, lines[0]) == (0, f"step {step}")
+    assert lines[1].startswith("exposures: 1 to the whole text")
     assert any(line.split()[:5] == [str(step), "1", "1", str(m), str(row)] for line in lines)
     code, out, _ = ask(recorder.run, text=text, json=True)
     answer = json.loads(out)
     assert (answer["answer"], answer["steps"], answer["reached"]) == (f"step {step}", [step], 6)
     assert [use["rank"] for use in answer["uses"] if use["times"]] == [1]
+    assert answer["exposures"] == 1
+    parts = [use for use in answer["uses"] if not use["times"]]
+    assert answer["part_exposures"] == len(parts)
+    assert lines[1].endswith(f", {len(parts)} to a part of it") is bool(parts)
     assert gpt2_ddp.where(recorder.run, text).as_json() == answer
     file = tmp_path / "text.txt"
     file.write_text(f"{text}\n")
@@ -438,6 +454,13 @@ def test_passes_that_left_a_text_out_are_said(corpus, tmp_path):
     assert "at the border of two windows" not in out
 
 
+def test_places_that_were_not_seen_are_counted():
+    whys = ["", "but in no window", ""]
+    places = [Place("data", "train", n, n + 1, not why, why) for n, why in enumerate(whys)]
+    lines = describe(Answer(6, places, [], [], [], {})).splitlines()
+    assert lines[1:] == ["data (train): 3 times", "  1 of them: in no window"]
+
+
 def test_a_backslash_is_no_line_break(corpus, tmp_path):
     recorder = recorded(corpus, tmp_path)
     _, out, errors = ask(recorder.run, text=r"no such\ntext")
@@ -460,16 +483,24 @@ def runs_of(numbers):
 
 
 def test_a_run_and_data_at_urls(corpus, tmp_path, monkeypatch, capsys):
-    """The command gets copies; the Python function, and `--data`, too."""
+    """The command gets copies, of a run its records alone; the Python function, and `--data`, too.
+    The answer names the URLs."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     recorder = recorded(corpus, tmp_path)
     text = texts(recorder, recorder.reads[7][-1])
     answer = f"step {recorder.reads[7][0]}\n"
     question = {"run": f"file://{recorder.run}", "text": text}
+    for name in ("step-00000002", "step-00000004"):  # as a bucket has them
+        (recorder.run / name).mkdir()
+        (recorder.run / name / "manifest.json").write_text('{"files": {}}')
     config = with_local_runs(WhereConfig.model_validate(question))
     assert said(answer_question, config)[1].startswith(answer)
+    assert not [*Path(config.run).rglob("step-*")]
     url = f"file://{corpus}"
-    assert ask(recorder.run, text=text, data=[url])[1].startswith(answer)
+    said_of_url = ask(recorder.run, text=text, data=[url])[1]
+    assert said_of_url.startswith(answer)
+    assert f"{url} (train): once" in said_of_url
+    assert f"{tmp_path}/cache" not in said_of_url
     recorder.rows[0]["config"]["data"]["path"] = [url]
     recorder.write()
     assert ask(recorder.run, text=text)[1].startswith(answer)
@@ -478,6 +509,12 @@ def test_a_run_and_data_at_urls(corpus, tmp_path, monkeypatch, capsys):
         ask(recorder.run, text=text, data=[nothing])
     with pytest.raises(UserError, match="without credentials"):
         ask(recorder.run, text=text, data=["s3://key:secret@bucket/data"])
+    recorder.rows[0]["code"] = {"name": "mine.py:Mine", "sha256": "0" * 64}
+    recorder.write()
+    config = with_local_runs(WhereConfig.model_validate(question))
+    assert [path.name for path in Path(config.run).rglob("step-*")] == ["step-00000004"]
+    with pytest.raises(UserError, match=rf"task = file://{recorder.run}: the order of its data"):
+        answer_question(config)
 
 
 def test_what_a_rollback_undid_was_never_trained_on(corpus, tmp_path):
@@ -504,6 +541,11 @@ def test_a_text_that_the_border_of_two_windows_cuts(corpus, tmp_path):
     answer = gpt2_ddp.where(recorder.run, text)
     assert step in answer.part_steps
     assert step not in answer.steps
+    assert answer.exposures == 0
+    assert describe(answer).splitlines()[1] == (
+        f"exposures: 0 to the whole text, {answer.part_exposures} to a part of it"
+    )
+    assert answer.part_exposures == len(answer.uses) > 0
 
 
 def test_a_branch_has_the_steps_and_ranks_of_its_parent(corpus, tmp_path):

@@ -111,6 +111,8 @@ def test_given_sizes_and_lengths():
     [
         ({}, 30_000, r"data\.path = 30,000 tokens: are too little text for a second size"),
         ({"lengths": (1e5, 9e5)}, 20_000, r"data\.path = 20,000 tokens: are too little text"),
+        ({"lengths": (1e5, 1.001e5)}, 10**9, "lengths = 100000 100100: two of them are one run"),
+        ({"lengths": (100, 200)}, 10**9, "lengths = 100 200: two of them are one run"),
         (
             {"minutes": 2},
             10**6,

@@ -3,16 +3,22 @@
 import json
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from close import assert_close
-from commands import NO_REPORT, ROOT, SCRIPTS, environment, expect_error, run_and_read, run_script
+from commands import (
+    NO_REPORT,
+    ROOT,
+    SCRIPTS,
+    expect_error,
+    launch,
+    run_and_read,
+    run_script,
+    stopped_and_killed,
+)
 from conftest import write_shards
 
 from gpt2_ddp.config.cli import dump, load
@@ -157,7 +163,7 @@ def test_another_ladder_of_that_name_is_refused(place, untrained, tmp_path):
     climb(place)
     for words in (["--seed", "3"], ["--optim.muon_lr", "0.03"], ["--minutes", "9"]):
         expect_error(
-            r"run_name = .*book-ladder\.json: has a ladder of another", climb, place + words
+            r"run_name = .*book-ladder\.json: has a ladder that differs in", climb, place + words
         )
     file = tmp_path / "runs/book-ladder.json"
     for damage in ("{", "[]", '{"runs": 5}', '{"runs": [], "speed": 1}'):
@@ -289,21 +295,7 @@ def test_a_ladder_that_is_stopped_goes_on_and_foretells_a_run(place, tmp_path):
     """All of it by real launches: stopped, killed, resumed; then a run and a plan that it
     foretells."""
     command = [sys.executable, str(SCRIPTS / "ladder.py"), *place, "--at_once", "2"]
-    options = {
-        "cwd": ROOT,
-        "env": environment(PYTHONPATH=NO_REPORT),
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen(command, **options) as process:
-            time.sleep(12)
-            process.send_signal(number)
-            output, _ = process.communicate(timeout=60)
-        assert process.returncode in (75, -number), output
-    done = subprocess.run(command, **options, timeout=600)
-    assert done.returncode == 0, done.stdout
+    stopped_and_killed(command, lambda: 12)
     ladder = read_ladder(tmp_path / "data")
     assert len(ladder.rungs) == 7
     for rung in ladder.rungs:
@@ -316,9 +308,9 @@ def test_a_ladder_that_is_stopped_goes_on_and_foretells_a_run(place, tmp_path):
     (expected,) = [line for line in plan_module.format_plan(planned) if "  expect " in line]
     assert "by the ladder" in expected
     trained = [sys.executable, str(SCRIPTS / "train_gpt2.py"), *words]
-    run = subprocess.run(trained, **options, timeout=300)
-    assert run.returncode == 0, run.stdout
-    assert "bits per byte, by the ladder on this text" in run.stdout
+    run = launch(trained, PYTHONPATH=NO_REPORT)
+    assert run.returncode == 0, run.stderr
+    assert "bits per byte, by the ladder on this text" in run.stderr
     start = json.loads((tmp_path / "runs/later/metrics.jsonl").read_text().splitlines()[0])
     assert expectation_of(start).val_tokens == ladder.val_tokens
     rows = (tmp_path / "runs/later/metrics.jsonl").read_text().splitlines()
