@@ -466,21 +466,24 @@ def table_rows(found: dict[str, Any]) -> Iterator[list[str]]:
 def trace_variants(
     config: ABConfig, workers: dict[str, Worker], found: dict[str, Any], output: Path
 ) -> None:
-    """Writes trace_NAME.txt of each variant to trace: its kernels, the longest first."""
+    """Writes trace_NAME.txt of each variant to trace: its kernels, the longest first. Names on
+    stderr those that cannot be traced."""
     for name in dict.fromkeys(best(found) if asked == "best" else asked for asked in config.trace):
-        if name not in workers:
+        answer = {}
+        if name in workers:
+            answer = ask(workers, name, (TRACED_STEPS, True), TURN_SECONDS, found["variants"])
+        if not answer:
+            state = found["variants"].get(name, {"state": "is no variant"})["state"]
+            print(f"no trace of {name}: {state}", file=sys.stderr, flush=True)
             continue
-        answer = ask(workers, name, (TRACED_STEPS, True), TURN_SECONDS, found["variants"])
-        if answer:
-            total = sum(ms for _, ms, _ in answer["kernels"])
-            lines = [f"{name}: {total:.2f} ms of kernels a step of {workers[name].tokens} tokens"]
-            lines += [
-                f"{ms:9.3f} ms {calls:7.1f} x  {kernel[:160]}"
-                for kernel, ms, calls in answer["kernels"]
-            ]
-            (output / f"trace_{name.replace('+', '_')}.txt").write_text(
-                "\n".join(lines[: TRACE_ROWS + 1]) + "\n"
-            )
+        total = sum(ms for _, ms, _ in answer["kernels"])
+        lines = [f"{name}: {total:.2f} ms of kernels a step of {workers[name].tokens} tokens"]
+        lines += [
+            f"{ms:9.3f} ms {calls:7.1f} x  {kernel[:160]}"
+            for kernel, ms, calls in answer["kernels"]
+        ]
+        file = output / f"trace_{name.replace('+', '_')}.txt"
+        file.write_text("\n".join(lines[: TRACE_ROWS + 1]) + "\n")
 
 
 def best(found: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ step, though they change once a step. `StepCasts.in_use` casts all of them toget
 layers take these copies. Values, gradients and their roundings are those of autocast.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, cast
 
@@ -102,6 +102,13 @@ class StepCasts:
         self._slots = [*slots_of(model)] if dtype else []
         self._weights = [slot.weight for slot in self._slots]
         self._copies = [torch.empty_like(weight, dtype=dtype) for weight in self._weights]
+        # a compiled evaluation before the first step would be compiled again after it, as modules
+        # would then have attributes of their own, and not their class's
+        self._set([None] * len(self._slots))
+
+    def _set(self, copies: Sequence[Tensor | None]) -> None:
+        for slot, copy in zip(self._slots, copies, strict=True):
+            setattr(slot.module, slot.attribute, copy)
 
     @contextmanager
     def in_use(self) -> Generator[None]:
@@ -112,10 +119,8 @@ class StepCasts:
             return
         with torch.no_grad():
             torch._foreach_copy_(self._copies, self._weights)  # pyright: ignore  its stub
-        for slot, copy in zip(self._slots, self._copies, strict=True):
-            setattr(slot.module, slot.attribute, copy)
+        self._set(self._copies)
         try:
             yield
         finally:
-            for slot in self._slots:
-                setattr(slot.module, slot.attribute, None)
+            self._set([None] * len(self._slots))

@@ -5,7 +5,8 @@
 
 Where a row is all that is due, GPUs write it two steps late (`LATE_ROWS_ON`). The loop would
 otherwise wait until the device's queue is empty, and the device would then wait for the next step.
-What else is due, or is recorded, waits for the rows of the steps before.
+What else is due, or is recorded, waits for the rows of the steps before: a checkpoint has all of
+them. A process that dies lacks the rows of its last two steps, which a resume trains again.
 """
 
 from gpt2_ddp.records.rows import Row
@@ -33,16 +34,17 @@ def position_of(run: OpenRun) -> Row:
 def start_row(
     run: OpenRun, settings: dict[str, float], units: int, fields: dict[str, float] | None
 ) -> StartedRow:
-    """The part of a row that does not wait for the device, right after its step."""
+    """The part of a row that does not wait for the device, right after its step. It has copies of
+    what a task returned, which may change its values for the next step."""
     feed = run.task.feed
     return StartedRow(
         step=run.step,
         position=position_of(run),
-        settings=settings,
+        settings={**settings},
         order_digest=feed.state.order_digest,
         ends_epoch=feed.ended_epoch,
         units=units,
-        fields=fields,
+        fields=None if fields is None else {**fields},
     )
 
 

@@ -2,12 +2,14 @@
 comparison."""
 
 import json
+import re
 import sys
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
 from close import assert_close
+from commands import ROOT
 from test_gpu import TINY_PRESET
 
 from benchmarks import ab, gate, variants
@@ -118,6 +120,20 @@ def test_a_variant_that_fails_is_left_out_and_the_others_go_on():
     assert states[3] == "ready"
 
 
+def test_a_trace_that_is_missing_is_named(tmp_path, capsys):
+    traced, _there = worker_that([{"kernels": [("product", 2.0, 3.0)]}])
+    dead, end = worker_that([])
+    end.close()
+    workers = {"A": traced, "fp8": dead}
+    found = {"variants": {name: {"state": "ready", "turns": []} for name in workers}}
+    config = ABConfig(trace=("A", "fp8", "lots"))
+    ab.trace_variants(config, workers, found, tmp_path)
+    assert "2.000 ms     3.0 x  product" in (tmp_path / "trace_A.txt").read_text()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("no trace of fp8: failed with exit code 1")
+    assert said[1] == "no trace of lots: is no variant"
+
+
 def test_the_log_of_the_card_gives_medians_of_the_lines_between():
     log = CardLog()
     log.lines = [
@@ -135,38 +151,79 @@ def test_the_log_of_the_card_gives_medians_of_the_lines_between():
     assert log.between(4, 5) == {}
 
 
+def write_run(folder, rows, weights="weights"):
+    (folder / "checkpoints/step-00000002").mkdir(parents=True)
+    (folder / "checkpoints/step-00000002/model.safetensors").write_text(weights)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_the_gate_compares_losses_norms_and_weights(tmp_path):
+    first = {"step": 1, "loss": 3.0, "grad_norm": 1.0}
     for name, loss in (("one", 2.0), ("near", 2.002), ("far", 2.02)):
-        folder = tmp_path / name
-        (folder / "checkpoints/step-00000002").mkdir(parents=True)
-        (folder / "checkpoints/step-00000002/model.safetensors").write_text(name)
-        rows = [
-            {"event": "start"},
-            {"step": 1, "loss": 3.0, "grad_norm": 1.0},
-            {"step": 2, "loss": loss, "grad_norm": 1.0},
-        ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"event": "start"}, first, {"step": 2, "loss": loss, "grad_norm": 1.0}]
+        write_run(tmp_path / name, rows, name)
     verdicts = [
         gate.near(tmp_path / "one", tmp_path / name)["passed"] for name in ("one", "near", "far")
     ]
     assert verdicts == [True, True, False]
     # a norm that is far apart, as is that of a run that differs by rounding
     for name, norm in (("rounded", 1.1), ("apart", 1.19), ("beyond", 1.21)):
-        (tmp_path / name).mkdir()
-        row = {"step": 1, "loss": 3.0, "grad_norm": norm}
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        write_run(tmp_path / name, [first, {"step": 2, "loss": 2.0, "grad_norm": norm}])
     one, rounded, apart, beyond = (
         tmp_path / name for name in ("one", "rounded", "apart", "beyond")
     )
     assert not gate.near(one, apart)["passed"]
     found = gate.near(one, apart, one, rounded)
     assert found["passed"]
-    assert_close(found["grad_norm_by_rounding"]["mean"], 0.1, 1e-9)
+    assert_close(found["grad_norm_by_rounding"]["mean"], 0.05, 1e-9)
     assert not gate.near(one, beyond, one, rounded)["passed"]
     assert not gate.near(one, tmp_path / "far", one, rounded)["passed"]
     assert [
         gate.equal(tmp_path / "one", tmp_path / name)["passed"] for name in ("one", "near")
     ] == [True, False]
+
+
+def test_the_gate_does_not_pass_what_it_cannot_compare(tmp_path):
+    start = {"event": "start"}
+    first = {"step": 1, "loss": 3.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_second": 5.0}
+    second = first | {"step": 2, "loss": 2.0}
+    write_run(tmp_path / "straight", [start, first, second])
+    write_run(tmp_path / "resumed", [start, first | {"val_loss": 3.0}, start, second])
+    write_run(tmp_path / "short", [start, first])
+    write_run(tmp_path / "slower", [start, first, second | {"tokens_per_second": 4.0}])
+    write_run(tmp_path / "otherwise", [start, first, second | {"lr": 0.2}])
+    write_run(tmp_path / "broken", [start, first, second | {"loss": None}])
+    write_run(tmp_path / "trained", [start, first, second], "others")
+
+    def judge(kind, name, *others):
+        return gate.judge(kind, *(str(tmp_path / run) for run in ("straight", name, *others)))
+
+    # a run whose time was over compares its steps alone
+    assert not judge("near", "short")["passed"]
+    assert not gate.judge("near", str(tmp_path / "short"), str(tmp_path / "straight"))["passed"]
+    assert not judge("equal", "short")["passed"]
+    assert judge("equal", "slower")["passed"]
+    assert judge("equal", "otherwise")["differ"] == {2: ["lr"]}
+    assert not judge("equal", "otherwise")["passed"]
+    assert not judge("equal", "trained")["passed"]
+    assert not judge("near", "broken")["passed"]
+    # a run that began once was not resumed
+    assert judge("resumed", "resumed")["passed"]
+    assert not judge("resumed", "slower")["passed"]
+    for kind in ("near", "equal", "resumed"):
+        found = judge(kind, "missing")
+        assert not found["passed"]
+        assert "metrics.jsonl" in found["reason"]
+    # the runs that differ by rounding are missing as well
+    assert not judge("near", "slower", "straight", "missing")["passed"]
+
+
+def test_the_names_of_the_lease_are_known():
+    text = (ROOT / "benchmarks/lease.sh").read_text()
+    default = re.search(r'default="(.*)"', text)[1].replace("${beside[*]}", "")
+    names = default.split()
+    assert names[0] == variants.PLAIN
+    assert {*map(variants.baseline_of, names)} <= {*names}, "a variant is compared with its own"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 in each micro-batch."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from models import random_tokens
 from ranks import run_ranks
 from runs import assert_same, rows, train, training_config
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import step_casts
 from gpt2_ddp.model.architecture import ARCHITECTURES
+from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.step_casts import StepCasts, dtype_of_casts
 from gpt2_ddp.training import start
@@ -107,6 +110,32 @@ def test_a_compiled_step_computes_the_same(how):
         found.append(compute(model, run, casts))  # the compiled code again
     assert torch.equal(found[1][0], found[0][0])
     assert torch.equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("how", ["model", "blocks"])
+def test_a_compiled_model_has_one_graph_for_training_and_one_for_evaluations(how, monkeypatch):
+    """Also with an evaluation before the first step. Dynamo's graphs, without inductor."""
+    torch._dynamo.reset()
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compiler, backend="eager"))
+    model = model_of()
+    run = compiled(model, how)
+    casts = StepCasts(model, torch.bfloat16)
+    graphs = []
+
+    def evaluate():
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            tokens = random_tokens(VOCAB, 3)
+            run(tokens[:, :-1], tokens[:, 1:], reduction="none")
+        model.train()
+
+    for work in (evaluate, lambda: compute(model, run, casts)) * 2:
+        before = counters["stats"]["unique_graphs"]
+        work()
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert min(graphs[:2]) > 0
+    assert graphs[2:] == [0, 0]
 
 
 def test_outside_of_a_step_there_are_no_copies():

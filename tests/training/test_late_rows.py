@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_until_killed
 from runs import (
     all_rows,
     assert_same,
@@ -21,13 +21,12 @@ from runs import (
     train,
     train_with_faults,
     training_config,
-    untimed,
 )
 
-from gpt2_ddp.tasks.pretraining import make_pretraining
+from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training import guard as guard_module
 from gpt2_ddp.training import loop, run_length, step_rows
-from gpt2_ddp.training.optimizer import GuardedOptimizer
+from gpt2_ddp.training.optimizer import GuardedOptimizer, lr_at
 from gpt2_ddp.training.run_length import Costs, Length, RunLength
 from gpt2_ddp.training.throughput import Throughput
 
@@ -128,13 +127,9 @@ def test_a_stop_a_rollback_and_a_divergence_write_the_rows_before(corpus, tmp_pa
     both = compare(corpus, tmp_path, changes, faults=((180, 240),))
     rollbacks = [events(run, "rollback") for run in both]
     assert rollbacks[0] == rollbacks[1] != []
-    steps = [[row["step"] for row in rows(run)] for run in both]
-    end = rollbacks[0][0]["from"]
-    # the row of the last bad step itself is written late only
-    assert {*steps[0]} <= {*steps[1]}
-    assert all(step <= end for step in {*steps[1]} - {*steps[0]})
-    final = [untimed(run)[-1] for run in both]
-    assert final[0] == final[1]
+    assert_same(both[1], both[0])
+    steps = [row["step"] for row in rows(both[1])]
+    assert rollbacks[0][0]["from"] - 2 in steps  # of bad steps, before the rollback
 
 
 def test_a_run_that_is_stopped_has_all_its_rows(corpus, tmp_path):
@@ -148,6 +143,47 @@ def test_a_run_that_is_stopped_has_all_its_rows(corpus, tmp_path):
     straight = training_config(corpus, tmp_path / "straight", changes)
     assert run_ranks(train, 1, straight) == ["completed"]
     assert_same(tmp_path / "run", tmp_path / "straight/run")
+
+
+def test_a_killed_run_lacks_the_rows_of_two_steps_until_it_resumes(corpus, tmp_path):
+    """They are of steps after its newest checkpoint, which are trained again."""
+    changes = {"train.steps": 12, "eval.every": 100, "checkpoint.every": 5, "model.n_layer": 1}
+    config = training_config(corpus, tmp_path, changes)
+    run_until_killed(train_late, 1, config, (0, 0), math.nan, 9)
+    run = tmp_path / "run"
+    assert [row["step"] for row in rows(run)] == [*range(7)]  # of eight
+    assert is_intact(run)
+    assert run_ranks(train_late, 1, config) == ["completed"]
+    straight = training_config(corpus, tmp_path / "straight", changes)
+    assert run_ranks(train, 1, straight) == ["completed"]
+    assert_same(run, tmp_path / "straight/run")
+
+
+class Reusing(Pretraining):
+    """Returns the same dict in each step, with the values of that step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.own_settings = {}
+        self.own_fields = {}
+
+    def schedule(self, step):
+        self.own_settings.update(super().schedule(step))
+        return self.own_settings
+
+    def row_fields(self, step):
+        self.own_fields["own"] = step
+        return self.own_fields
+
+
+def test_a_row_has_what_the_task_returned_in_its_step(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_rows, "LATE_ROWS_ON", ("cpu",))
+    changes = {"train.steps": 7, "eval.every": 100, "checkpoint.every": 100}
+    changes |= {"train.mixed_precision": "no", "optim.decay_steps": 7}
+    config = training_config(corpus, tmp_path, changes)
+    loop.train(config, Reusing)
+    found = [(row["own"], row["lr"]) for row in rows(tmp_path / "run")[1:]]
+    assert found == [(step, lr_at(step, config.optim)) for step in range(1, 8)]
 
 
 def test_a_length_is_recorded_after_the_rows_before(monkeypatch):
