@@ -45,7 +45,7 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
             raise UserError("data.path", folder, f"has another tokenizer than {file}; {cure}")
         if (manifest.vocab_size, manifest.eot) != (tokenizer.vocab_size, tokenizer.eot):
             hint = f"has another vocab_size or eot than its tokenizer; {AGAIN}"
-            raise UserError("data", folder / MANIFEST, hint)
+            raise UserError("data.path", folder / MANIFEST, hint)
         if not manifest.tokens("train"):
             hint = "has no training split; prepare it with prepare_data.py"
             raise UserError("data.path", folder, hint)

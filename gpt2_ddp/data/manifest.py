@@ -122,19 +122,20 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates `manifest.json`. Raises: UserError if the manifest is missing,
-    unreadable, changed since it was written, or of another version."""
+def read_manifest(folder: Path, field: str = "data.path") -> Manifest:
+    """Reads and validates `manifest.json`. `field`: the one that names the folder. Raises:
+    UserError if the manifest is missing, unreadable, changed since it was written, or of another
+    version."""
     path = Path(folder) / MANIFEST
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except OSError as error:
         hint = f"{MANIFEST} cannot be read ({error.strerror}); create it with prepare_data.py"
-        raise UserError("data", folder, hint) from error
-    return parse_manifest(text, path)
+        raise UserError(field, folder, hint) from error
+    return parse_manifest(text, path, field)
 
 
-def parse_manifest(text: bytes, path: Path | str) -> Manifest:
+def parse_manifest(text: bytes, path: Path | str, field: str = "data.path") -> Manifest:
     """The manifest in the file or at the URL `path`. Raises: UserError."""
     try:
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
@@ -142,9 +143,9 @@ def parse_manifest(text: bytes, path: Path | str) -> Manifest:
         _check_consistent(manifest)
     except ValueError as error:
         hint = f"is not a manifest of this version; delete it and prepare the data again ({error})"
-        raise UserError("data", path, hint) from error
+        raise UserError(field, path, hint) from error
     if content.pop("sha256", None) != content_sha256(content):
-        raise UserError("data", path, f"was changed: its own sha256 differs; {AGAIN}")
+        raise UserError(field, path, f"was changed: its own sha256 differs; {AGAIN}")
     return manifest
 
 

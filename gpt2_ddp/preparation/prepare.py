@@ -79,7 +79,7 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
     another recipe, or a source that has changed; a deleted one may have."""
     if not os.path.exists(folder / MANIFEST):
         return None
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, "output")
     _check_recipe(folder, config, manifest)
     for split in manifest.splits:
         TokenStream(folder, manifest, split)  # checks the shards

@@ -334,7 +334,7 @@ def _check_training(
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
         try:
-            manifests = [read_manifest(Path(folder)) for folder in folders]
+            manifests = [read_manifest(Path(folder), "data") for folder in folders]
         except UserError as error:
             if isinstance(error.__cause__, OSError):  # the data have moved
                 raise

@@ -345,7 +345,7 @@ def open_run(run: Path, data: Sequence[str], trust_code: bool) -> RecordedRun:
     copy_missing(config)
     task = _task_class(run, starts, trust_code)
     recorded = recorded_mixture(starts[-1])
-    hashes = [read_manifest(Path(folder)).hash for folder in config.data.paths]
+    hashes = [read_manifest(Path(folder), "data").hash for folder in config.data.paths]
     if not recorded or recorded.manifests != hashes:
         hint = "has other tokens than the run was trained on; name the run's data with --data"
         raise UserError("data", " ".join(config.data.paths), hint)

@@ -115,25 +115,44 @@ class Request(NamedTuple):
 
 def design(request: Request, text: Text, cost: Cost) -> list[Cell]:
     """The runs of a ladder, cheap ones first. Raises: UserError for too little time or text, and
-    for lengths that are nearly equal."""
+    for lengths that are too near to each other."""
     sizes = sorted(map(parse_shape, dict.fromkeys(request.shapes)), key=partial(_parameters, text))
     if request.lengths:
         sizes = sizes or [*CANDIDATES[:SIZES]]
         grid = [(size, tokens) for size in sizes for tokens in sorted({*request.lengths})]
         repeated = grid[len(grid) // len(sizes)]
+        _check_passes(max(request.lengths), text)
     else:
         grid, repeated = _fill(request, text, cost, sizes)
-    needed = max(tokens for _, tokens in grid) / MOST_PASSES
-    if needed > 1.001 * text.tokens:
-        raise _too_little(text, needed)
     runs = [(*pair, request.seed) for pair in grid]
     runs += [(*repeated, request.seed + number) for number in range(1, request.repeats)]
     cells = [_cell(request, text, *run) for run in runs]
-    if len({cell.name for cell in cells}) < len(cells):
-        lengths = " ".join(f"{length:g}" for length in request.lengths)
-        hint = "two of them are one run, in whole steps; choose some that are farther apart"
-        raise UserError("lengths", lengths, hint)
+    _check_names(request, cells)
     return sorted(cells, key=lambda cell: (cell.parameters * cell.tokens, cell.seed))
+
+
+def _check_passes(longest: float, text: Text) -> None:
+    """Raises: UserError for a given length that reads the text too often."""
+    most = MOST_PASSES * text.tokens
+    if longest > 1.001 * most:
+        hint = f"is too long for {text.tokens:,} training tokens, as no run reads a text more than"
+        hint += f" {MOST_PASSES:g} times; {most:,.0f} tokens is the longest"
+        raise UserError("lengths", f"{longest:,.0f}", hint)
+
+
+def _check_names(request: Request, cells: Sequence[Cell]) -> None:
+    """Raises: UserError for two runs of one name: their lengths are the same, or nearly."""
+    names: set[str] = set()
+    for cell in cells:
+        if cell.name not in names:
+            names.add(cell.name)
+        elif request.lengths:
+            given = " ".join(f"{length:,.0f}" for length in sorted({*request.lengths}))
+            hint = f"two of them are nearly the same, {cell.tokens:,} tokens in whole steps"
+            raise UserError("lengths", given, f"{hint}; choose lengths that are further apart")
+        else:
+            hint = "is too long for runs of so few tokens; make it shorter, or give more --minutes"
+            raise UserError("model.block_size", request.context, hint)
 
 
 def seconds_of(cells: Sequence[Cell], cost: Cost) -> float:
@@ -161,7 +180,7 @@ def _fill(
         needed = fewest * 2 ** (_count(0, count) - 1) / MOST_PASSES
         if text.tokens < needed:
             if count == counts[-1]:
-                raise _too_little(text, needed)
+                raise _too_little(text, count, needed)
             continue
         rows = [given] if given else _rows(count)
         units = [_unit(request, text, cost, sizes) for sizes in rows]
@@ -170,10 +189,11 @@ def _fill(
             break
     if not fitting:
         seconds = _seconds(request, text, cost, rows[0], fewest) / request.at_once
-        hint = f"is too short for {len(rows[0])} sizes; at this machine's present speed they need"
-        others = ", or fewer and smaller --shapes" if given else ""
-        minutes = f"{math.ceil(seconds / 60)}{others}"
-        raise UserError("minutes", f"{request.minutes:g}", f"{hint} {minutes}")
+        runs = len(_grid(rows[0], 1)) + request.repeats - 1
+        hint = f"is too short for {runs} runs of {len(rows[0])} sizes"
+        needed = f"{math.ceil(seconds / 60):,} minutes at this machine's present speed"
+        others = ", or choose fewer and smaller --shapes" if given else ""
+        raise UserError("minutes", f"{request.minutes:g}", f"{hint}; give {needed}{others}")
     work = 60 * request.minutes * request.at_once * cost.speed / len(_grid(rows[0], 1))
     wanted = math.log(PARAMETERS * (work / WORK) ** GROWTH)
 
@@ -192,8 +212,8 @@ def _rows(count: int) -> list[Sequence[Size]]:
     return [CANDIDATES[first : first + count] for first in range(len(CANDIDATES) - count + 1)]
 
 
-def _too_little(text: Text, needed: float) -> UserError:
-    hint = f"are too little text for a second size; {math.ceil(needed):,} training tokens suffice"
+def _too_little(text: Text, sizes: int, needed: float) -> UserError:
+    hint = f"are too little text for {sizes} sizes; {math.ceil(needed):,} training tokens suffice"
     reason = f"as no run reads a text more than {MOST_PASSES:g} times"
     return UserError("data.path", f"{text.tokens:,} tokens", f"{hint}, {reason}")
 

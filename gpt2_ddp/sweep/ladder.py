@@ -9,6 +9,7 @@ longer runs on it will reach.
 import math
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -20,10 +21,11 @@ from pydantic import TypeAdapter
 
 from gpt2_ddp.config.base import flat, shown
 from gpt2_ddp.config.cli import load, read_yaml
-from gpt2_ddp.config.own_text import HEAD, given_fields
+from gpt2_ddp.config.own_text import HEAD, MOST_PASSES, given_fields
 from gpt2_ddp.config.plan import LadderConfig, PlanConfig
+from gpt2_ddp.config.saved import check_resumable, with_recorded
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.manifest import Manifest, missing_folders, read_manifest
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.errors import UserError, print_line
@@ -40,6 +42,7 @@ from gpt2_ddp.files import read_json
 from gpt2_ddp.output import text_table, write_json
 from gpt2_ddp.plan.plan import Plan, make_plan
 from gpt2_ddp.project import command_for
+from gpt2_ddp.records.rows import CONFIG
 from gpt2_ddp.reports.ladder_page import write_page
 from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
 from gpt2_ddp.reports.values import count_text, duration_text
@@ -64,6 +67,8 @@ from gpt2_ddp.training.own_text import SHARE, measure_speed, text_of
 
 FEWEST_VALIDATION = 2000
 """Fewest tokens of the validation text."""
+ALL_OF_TIME = 0.9
+"""Share of the given time from which on a ladder fills it."""
 
 
 class Planned(NamedTuple):
@@ -71,13 +76,18 @@ class Planned(NamedTuple):
 
     Attributes:
         cells: its runs.
-        seconds: of all of them, one after another (estimate).
+        cost: of a run.
         record: content of NAME-ladder.json.
     """
 
     cells: list[Cell]
-    seconds: float
+    cost: Cost
     record: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        """Time of all runs, one after another (estimate)."""
+        return seconds_of(self.cells, self.cost)
 
 
 def climb(config: LadderConfig) -> int:
@@ -89,33 +99,34 @@ def climb(config: LadderConfig) -> int:
     if not config.dry_run:
         prepare_data([Member(Path(config.output_dir), [], config)])
     folder = Path(config.data.paths[0])
+    if config.dry_run and config.data.urls and missing_folders(config):
+        hint = "has no copy on this machine yet; without --dry_run it is copied"
+        raise UserError("data.path", config.data.path[0], hint)
     manifest = read_manifest(folder)
     gpus = visible_gpus()
     at_once = config.at_once or len(gpus) or 1
     file = Path(config.output_dir, f"{config.run_name}-ladder.json")
     planned = plan_ladder(config, manifest, file, at_once)
     members = [make_member(config, cell, planned.record) for cell in planned.cells]
-    print(*describe_plan(folder, planned, at_once), sep="\n")
-    print(_describe_answers(config.for_minutes, planned.cells), flush=True)
+    runs = [*zip(planned.cells, members, strict=True)]
     if config.dry_run:
-        for member in members:
-            print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]))
-        return 0
-    todo = [member for member in members if not _is_done(member)]
+        print(*describe_runs(runs, planned), sep="\n")
+    print(*describe_plan(config, folder, planned, at_once), sep="\n")
+    missing = [run for run in runs if not is_complete(*run, manifest)]
+    if len(missing) < len(runs):
+        print(_describe_rest([cell for cell, _ in missing], planned, at_once))
+    sys.stdout.flush()
+    todo = [member for _, member in missing]
     for member in todo:
         check_log(member)
-    check_sizes(config, [*zip(planned.cells, members, strict=True)], at_once)
+    check_sizes(config, runs, at_once)
+    if config.dry_run:
+        return 0
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     write_json(file, planned.record)
     incomplete = train_all(todo, at_once, gpus)
     records = _read([member for member in members if member.folder not in incomplete])
-    by_folder = {record.folder: record for record in records}
-    rungs: list[Rung] = []
-    for cell, member in zip(planned.cells, members, strict=True):
-        record = by_folder.get(member.folder.resolve())
-        rung = read_rung(cell, record) if record else None
-        if rung:
-            rungs.append(rung)
+    rungs = read_rungs(runs, records)
     for run, end in incomplete.items():
         print(f"{run} {end}; its output is in {run}.log")
     if len(rungs) < FEWEST:
@@ -155,11 +166,8 @@ def plan_ladder(config: LadderConfig, manifest: Manifest, file: Path, at_once: i
     before = _recorded(file)
     if before:
         record, cells = before
-        names = [name for name in request if record.get(name) != request[name]]
-        if names:
-            hint = f"has a ladder that differs in {names[0]}; choose another run_name, or remove it"
-            raise UserError("run_name", file, hint)
-        return Planned(cells, seconds_of(cells, Cost(record["speed"], val_tokens)), record)
+        check_same(config, request, record, file)
+        return Planned(cells, Cost(record["speed"], val_tokens), record)
     here = measure_here(config)
     # on a CPU, runs at a time share it
     shared = 1 if visible_gpus() else at_once
@@ -179,7 +187,27 @@ def plan_ladder(config: LadderConfig, manifest: Manifest, file: Path, at_once: i
     )
     runs = [cell._asdict() for cell in cells]
     record = request | {"speed": cost.speed, "precision": here.precision, "runs": runs}
-    return Planned(cells, seconds_of(cells, cost), record)
+    return Planned(cells, cost, record)
+
+
+def check_same(
+    config: LadderConfig, request: Mapping[str, Any], before: Mapping[str, Any], file: Path
+) -> None:
+    """Raises: UserError for an earlier start of another ladder, whose record is in the file."""
+    if request["data_manifest"] != before.get("data_manifest"):
+        hint = f"has another text than the ladder of {file}; choose another run_name"
+        raise UserError("data.path", config.data.path[0], hint)
+    now = {name: value for name, value in request.items() if name != "settings"}
+    now |= request["settings"] | {"train.mixed_precision": config.train.mixed_precision}
+    then = {**before, **before.get("settings", {}), "train.mixed_precision": before["precision"]}
+    if config.train.mixed_precision == "fast":  # the first start has measured
+        del now["train.mixed_precision"]
+    for name in sorted({*now} | {*before.get("settings", {})}):
+        value = shown(now[name]) if name in now else "the rule's"
+        earlier = shown(then[name]) if name in then else "the rule's"
+        if value != earlier:
+            advice = "repeat the flags of its first start, or choose another run_name"
+            raise UserError(name, value, f"the ladder of {file} has {earlier}; {advice}")
 
 
 def _recorded(file: Path) -> tuple[dict[str, Any], list[Cell]] | None:
@@ -190,7 +218,8 @@ def _recorded(file: Path) -> tuple[dict[str, Any], list[Cell]] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = read_json(file)
         cells = TypeAdapter(list[Cell]).validate_python(content["runs"])
-        if cells and float(content["speed"]) > 0 and str(content["precision"]):
+        has_settings = isinstance(content["settings"], dict) and str(content["precision"])
+        if cells and float(content["speed"]) > 0 and has_settings:
             return content, cells
     raise UserError("run_name", file, "is no file of a ladder; remove it, or choose another name")
 
@@ -245,11 +274,29 @@ def make_member(config: LadderConfig, cell: Cell, record: Mapping[str, Any]) -> 
     for name, value in (given | own).items():
         words = [*map(shown, value)] if isinstance(value, list | tuple) else [shown(value)]
         flags += [f"--{name}", *words]
-    return Member(Path(config.output_dir, own["run_name"]), flags, load(TrainingConfig, flags))
+    folder = Path(config.output_dir, own["run_name"])
+    try:
+        return Member(folder, flags, load(TrainingConfig, flags))
+    except UserError as error:  # the user gave the width as a part of a shape
+        given = f"model.n_embd = {cell.width}: "
+        size = f"shapes = {cell.layers}x{cell.width}: the width "
+        mistakes = [mistake.replace(given, size) for mistake in error.mistakes]
+        raise UserError.join(mistakes) from error
 
 
-def describe_plan(folder: Path, planned: Planned, at_once: int) -> list[str]:
-    """The runs and their time, as lines of text."""
+def describe_runs(runs: Sequence[tuple[Cell, Member]], planned: Planned) -> list[str]:
+    """A line for each run, and the command of the first one."""
+    rows = [["run", "steps", "tokens", "time"]]
+    for cell, member in runs:
+        seconds = seconds_of([cell], planned.cost)
+        words = [f"{cell.steps:,}", count_text(cell.tokens), duration_text(seconds)]
+        rows.append([str(member.folder), *words])
+    command = shlex.join([*command_for("train_gpt2").split(), *runs[0][1].flags])
+    return [text_table(rows), "each is an ordinary training; the command of the first:", command]
+
+
+def describe_plan(config: LadderConfig, folder: Path, planned: Planned, at_once: int) -> list[str]:
+    """The runs, their time, and what they will tell, as lines of text."""
     cells = planned.cells
     tokens = sum(cell.tokens for cell in cells)
     sizes = sorted({(cell.parameters, cell.layers, cell.width) for cell in cells})
@@ -266,10 +313,28 @@ def describe_plan(folder: Path, planned: Planned, at_once: int) -> list[str]:
         ]
         rows.append([f"{layers}x{width}", count_text(parameters), ", ".join(words)])
     head = f"{len(cells)} runs of {len(sizes)} sizes on {folder}"
+    lines = [*text_table(rows).split("\n")]
+    lines += _describe_lengths(config, cells)
+    if not config.lengths and planned.seconds / at_once < ALL_OF_TIME * 60 * config.minutes:
+        reason = f"no run reads this text more than {MOST_PASSES:g} times"
+        lines.append(f"shorter than {config.minutes:g} minutes: {reason}")
+    lines.append(_describe_answers(config.for_minutes, cells))
     return [
         f"{head}: {count_text(tokens)} tokens, about {time} (estimate, ±40%)",
-        *(f"  {line}" for line in text_table(rows).split("\n")),
+        *(f"  {line}" for line in lines),
     ]
+
+
+def _describe_lengths(config: LadderConfig, cells: Sequence[Cell]) -> list[str]:
+    """What given lengths became, if they are no whole steps, in one line."""
+    given = sorted({*config.lengths})
+    trained = sorted({cell.tokens for cell in cells})
+    changed = [
+        f"{length:,.0f} became {tokens:,}"
+        for length, tokens in zip(given, trained, strict=False)
+        if round(length) != tokens
+    ]
+    return [f"lengths in multiples of {EVALUATIONS} steps: {', '.join(changed)}"] if changed else []
 
 
 def _describe_answers(minutes: Sequence[float], cells: Sequence[Cell]) -> str:
@@ -278,7 +343,15 @@ def _describe_answers(minutes: Sequence[float], cells: Sequence[Cell]) -> str:
     largest = count_text(BEYOND * max(cell.parameters for cell in cells))
     longest = count_text(BEYOND * max(cell.tokens for cell in cells))
     asked = f"it will tell the best size for {times} minutes, and the loss to expect"
-    return f"  {asked}, up to {largest} active parameters and {longest} tokens"
+    return f"{asked}, up to {largest} active parameters and {longest} tokens"
+
+
+def _describe_rest(missing: Sequence[Cell], planned: Planned, at_once: int) -> str:
+    """What a ladder that goes on has to train, in one line."""
+    runs = len(planned.cells)
+    time = duration_text(seconds_of(missing, planned.cost) / at_once)
+    rest = f"the others take about {time}" if missing else "nothing is trained"
+    return f"  {runs - len(missing)} of {runs} runs are complete: {rest}"
 
 
 def check_sizes(config: LadderConfig, runs: Sequence[tuple[Cell, Member]], at_once: int) -> None:
@@ -310,19 +383,23 @@ def _plan(config: LadderConfig, member: Member) -> Plan:
         return make_plan(load(PlanConfig, member.flags))
 
 
-def _is_done(member: Member) -> bool:
-    """Whether the folder has the completed run of this configuration."""
+def is_complete(cell: Cell, member: Member, manifest: Manifest) -> bool:
+    """Whether the folder has the complete run of this cell. Raises: UserError if it has another
+    run, as a training would, and for one of another length or text."""
     for record in _read([member]):
-        config = flat(member.config.model_dump(mode="json"))
-        names = (
-            "seed",
-            "model.n_layer",
-            "model.n_embd",
-            "train.steps",
-            "train.global_batch_tokens",
-        )
-        is_same = all(record.config.get(name) == config[name] for name in names)
-        return is_same and record.status.get("state") == "completed"
+        if not record.config:  # of no readable config.yaml: the training says what to do
+            return False
+        saved = read_yaml(str(member.folder / CONFIG))
+        kind = str(record.start.get("kind", member.config.kind))
+        check_resumable(with_recorded(member.config, saved), kind, saved, step=cell.steps)
+        advice = "choose another run_name, or delete that folder"
+        steps = record.config.get("train.steps")
+        if steps != cell.steps:
+            hint = f"has a run of {steps} steps, the ladder one of {cell.steps}"
+            raise UserError("run_name", member.folder, f"{hint}; {advice}")
+        if record.start.get("data_manifest", manifest.hash) != manifest.hash:
+            raise UserError("run_name", member.folder, f"has a run on another text; {advice}")
+        return record.status.get("state") == "completed"
     return False
 
 
@@ -333,6 +410,18 @@ def _read(members: Sequence[Member]) -> list[RunRecord]:
         with suppress(UserError):
             records += read_runs([member.folder])
     return records
+
+
+def read_rungs(runs: Sequence[tuple[Cell, Member]], records: Sequence[RunRecord]) -> list[Rung]:
+    """What the runs of a ladder reached, of those that are complete."""
+    by_folder = {record.folder: record for record in records}
+    found: list[Rung] = []
+    for cell, member in runs:
+        record = by_folder.get(member.folder.resolve())
+        rung = read_rung(cell, record) if record else None
+        if rung:
+            found.append(rung)
+    return found
 
 
 def read_rung(cell: Cell, run: RunRecord) -> Rung | None:

@@ -62,11 +62,13 @@ def refuse_launcher(script: str) -> None:
 
 
 def prepare_data(members: Sequence[Member]) -> None:
-    """Prepares missing shards, once, not by several runs at a time. Raises: UserError."""
+    """Copies missing shards from URLs, or prepares them, once, not by several runs at a time.
+    Raises: UserError."""
     # numpy, which --help and a user error do not need
-    from gpt2_ddp.data.fetch import missing_data  # noqa: PLC0415
+    from gpt2_ddp.data.fetch import copy_missing, missing_data  # noqa: PLC0415
 
     for member in members:
+        copy_missing(member.config)
         if recipe := missing_data(member.config):
             run_module("gpt2_ddp", "prepare_data", "--config", recipe)
 

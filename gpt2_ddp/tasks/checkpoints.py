@@ -68,7 +68,7 @@ def open_splits(
     """Manifests of folders, and the tokens of a split by the number of each folder that has it.
     Raises: UserError if a folder is of another tokenizer than `tokenizer`, or none has such a
     split."""
-    manifests = [read_manifest(Path(folder)) for folder in folders]
+    manifests = [read_manifest(Path(folder), "data") for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
             names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"

@@ -442,7 +442,7 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
 def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "texts").mkdir()
-    command = "data = texts: .*prepare_data.py"
+    command = r"data\.path = texts: .*prepare_data.py"
     expect_error(command, read_manifest, Path("texts"))
     expect_error(
         command,

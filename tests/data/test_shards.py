@@ -218,12 +218,12 @@ def test_broken_manifests(tmp_path, changes):
         "[]",
     ):
         path.write_text(text)
-        expect_field("data", str(path), read_manifest, tmp_path)
+        expect_field("data.path", str(path), read_manifest, tmp_path)
 
 
 def test_folders_without_manifest(tmp_path):
-    expect_error("^data = .*absent: ", read_manifest, tmp_path / "absent")
-    expect_error("^data = ", read_manifest, tmp_path)
+    expect_error(r"^data\.path = .*absent: ", read_manifest, tmp_path / "absent")
+    expect_error(r"^data\.path = ", read_manifest, tmp_path)
     manifest = write(tmp_path, random_tokens(10))
     expect_error("splits", write_manifest, tmp_path, dataclasses.replace(manifest, splits={}))
     assert read_manifest(tmp_path) == manifest

@@ -186,5 +186,5 @@ def test_ranks_remember_at_once(data, monkeypatch):
 def test_a_manifest_that_says_otherwise_of_its_tokenizer(data):
     for field, value, right in (("vocab_size", 511, 512), ("vocab_size", 513, 512), ("eot", 1, 0)):
         edit_manifest(data, **{field: value})
-        expect_error("^data = ", open_data, data)
+        expect_error(r"^data\.path = ", open_data, data)
         edit_manifest(data, **{field: right})

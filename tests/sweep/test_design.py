@@ -109,14 +109,19 @@ def test_given_sizes_and_lengths():
 @pytest.mark.parametrize(
     ("changes", "tokens", "message"),
     [
-        ({}, 30_000, r"data\.path = 30,000 tokens: are too little text for a second size"),
-        ({"lengths": (1e5, 9e5)}, 20_000, r"data\.path = 20,000 tokens: are too little text"),
-        ({"lengths": (1e5, 1.001e5)}, 10**9, "lengths = 100000 100100: two of them are one run"),
-        ({"lengths": (100, 200)}, 10**9, "lengths = 100 200: two of them are one run"),
+        ({}, 30_000, r"data\.path = 30,000 tokens: are too little text for 2 sizes"),
+        (
+            {"lengths": (1e5, 9e5)},
+            20_000,
+            r"lengths = 900,000: is too long for 20,000 training tokens, .* 800,000 tokens is the",
+        ),
+        ({"lengths": (5e5, 5.01e5, 2e6)}, 10**6, r"lengths = 500,000 501,000 2,000,000: two of"),
+        ({"lengths": (1e6, 1.001e6)}, 10**6, "nearly the same, 999,424 tokens in whole steps"),
+        ({"context": 500_000}, 10**6, r"model\.block_size = 500000: is too long for runs of so"),
         (
             {"minutes": 2},
             10**6,
-            r"minutes = 2: is too short for 2 sizes; at this machine's present speed they need \d",
+            r"minutes = 2: is too short for 7 runs of 2 sizes; give \d minutes at this machine's",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from commands import (
     ROOT,
     SCRIPTS,
     expect_error,
+    last_of_each,
     launch,
     run_and_read,
     run_script,
@@ -26,11 +28,13 @@ from gpt2_ddp.config.own_text import Text, choose
 from gpt2_ddp.config.plan import LadderConfig, PlanConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
+from gpt2_ddp.data import fetch
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.evaluation.ladder import FILE, expectation_of, find_ladder, read_ladder, settings_of
 from gpt2_ddp.evaluation.scaling import PRIORS
-from gpt2_ddp.files import read_json
+from gpt2_ddp.files import local_copy, read_json
 from gpt2_ddp.plan import plan as plan_module
+from gpt2_ddp.remote.objects import fetch_data
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.sweep import design
 from gpt2_ddp.sweep import ladder as ladder_module
@@ -144,31 +148,107 @@ def test_a_ladder_answers_keeps_and_draws(place, untrained, tmp_path, capsys):
     assert "http" not in re.sub(r"http-equiv|xmlns=\S+", "", page), "it links to nothing"
 
 
-def test_it_goes_on_with_the_same_runs_on_another_machine(place, untrained, tmp_path, monkeypatch):
+def test_it_goes_on_with_the_same_runs_on_another_machine(
+    place, untrained, tmp_path, monkeypatch, capsys
+):
     started, _ = untrained
-    by_time = [word for word in place if word not in ("--lengths", "20000", "40000", "80000")]
-    by_time += ["--minutes", "8"]
+    words = [*by_time(place), "--minutes", "8"]
     monkeypatch.setattr(design, "FEWEST_STEPS", 30)  # for so little text
-    assert climb(by_time) == 0
+    assert climb(words) == 0
     first = started[0]
     shutil.rmtree(tmp_path / "runs" / first[2])
     monkeypatch.setattr(ladder_module, "measure_speed", lambda device, dtype: 1e13)
-    assert climb(by_time) == 0
+    capsys.readouterr()
+    assert climb(words) == 0
     assert started[1] == [first[2]], "only what is missing is trained"
-    assert climb(by_time) == 0
+    assert "  5 of 6 runs are complete: the others take about " in capsys.readouterr().out
+    assert climb(words) == 0
     assert started[2] == []
+    assert "  6 of 6 runs are complete: nothing is trained" in capsys.readouterr().out
 
 
 def test_another_ladder_of_that_name_is_refused(place, untrained, tmp_path):
     climb(place)
-    for words in (["--seed", "3"], ["--optim.muon_lr", "0.03"], ["--minutes", "9"]):
-        expect_error(
-            r"run_name = .*book-ladder\.json: has a ladder that differs in", climb, place + words
-        )
+    for words, has in (
+        ("--seed 3", "1337"),
+        ("--optim.muon_lr 0.03", "the rule's"),
+        ("--minutes 9", r"30\.0"),
+        ("--train.mixed_precision bf16", "no"),
+    ):
+        name, value = words.removeprefix("--").split()
+        message = rf"^{name} = {value}\S*: the ladder of .*book-ladder\.json has {has}; repeat"
+        expect_error(message, climb, last_of_each([*place, *words.split()]))
+    data = tmp_path / "data"
+    write_shards(data, "text", {"train": ["words " * 60_000], "val": ["some words " * 9000]})
+    expect_error(r"data\.path = .*: has another text than the ladder of .*", climb, place)
     file = tmp_path / "runs/book-ladder.json"
     for damage in ("{", "[]", '{"runs": 5}', '{"runs": [], "speed": 1}'):
         file.write_text(damage)
         expect_error(r"book-ladder\.json: is no file of a ladder; remove it", climb, place)
+
+
+def test_runs_of_another_ladder_are_refused(place, untrained, tmp_path):
+    """Of folders that a deleted ladder has left."""
+    started, _ = untrained
+    climb(place)
+    (tmp_path / "runs/book-ladder.json").unlink()
+    message = r"optim\.muon_lr = 0\.03: the run was started with 0\.012; .* another run_name"
+    expect_error(message, climb, [*place, "--optim.muon_lr", "0.03"])
+    run = tmp_path / "runs" / started[0][1]
+    edit = replacing(run / "metrics.jsonl", '"event"', '"data_manifest": "0", "event"')
+    with edit:
+        expect_error(rf"run_name = {run}: has a run on another text; choose", climb, place)
+    with replacing(run / "config.yaml", "steps: 4\n", "steps: 400\n"):
+        message = rf"run_name = {run}: has a run of 400 steps, the ladder one of 4; choose"
+        expect_error(message, climb, place)
+    assert climb(place) == 0
+    assert started[1:] == [[]], "those of the same ladder count"
+
+
+@contextmanager
+def replacing(file, before, after):
+    """The file has another text meanwhile."""
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after, 1))
+    yield
+    file.write_text(text)
+
+
+def test_a_text_at_a_url_is_copied(place, untrained, tmp_path, monkeypatch):
+    """Before the ladder reads it; not by a dry run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    monkeypatch.setattr(fetch, "_copy", lambda url, folder: fetch_data(Path(folder), url))
+    url = f"file://{tmp_path}/data"
+    words = last_of_each([*place, "--data.path", url])
+    message = "data.path = file.*: has no copy on this machine yet; without --dry_run it is copied"
+    expect_error(message, climb, [*words, "--dry_run"])
+    assert climb(words) == 0
+    assert len(read_ladder(Path(local_copy(url))).rungs) == 7
+
+
+def test_what_became_of_lengths_and_time(place, untrained, monkeypatch, capsys):
+    """A dry run says it, after the runs and before what they will tell."""
+    climb([*place, "--dry_run"])
+    *_, rounded, told = capsys.readouterr().out.splitlines()
+    assert rounded == (
+        "  lengths in multiples of 4 steps: 20,000 became 16,384, 40,000 became 32,768,"
+        " 80,000 became 81,920"
+    )
+    assert told.startswith("  it will tell the best size for 30 and 120 minutes")
+    whole = last_of_each([*place, "--dry_run", "--lengths", "16384", "32768"])
+    climb(whole)
+    assert "lengths in multiples" not in capsys.readouterr().out
+    monkeypatch.setattr(design, "FEWEST_STEPS", 30)  # for so little text
+    climb([*by_time(place), "--dry_run", "--minutes", "9000"])
+    output = capsys.readouterr().out
+    assert "\n  shorter than 9000 minutes: no run reads this text more than 40 times\n" in output
+
+
+def by_time(words):
+    """The flags without the lengths of runs."""
+    at = words.index("--lengths")
+    return words[:at] + words[at + 4 :]
 
 
 def test_a_run_that_fails_is_left_out(place, untrained, tmp_path, capsys):
@@ -221,6 +301,9 @@ MISTAKES = [
     ("--train.steps 9", r"train\.steps = 9: lengths or minutes sets it"),
     ("--model.n_layer 9", r"model\.n_layer = 9: shapes sets it"),
     ("--shapes 4x192", r"shapes = 4x192: should be two sizes or more"),
+    ("--shapes 2x33 2x64", r"shapes = 2x33: the width should be a multiple of 2"),
+    ("--lengths 20000 -3", r"lengths = -3: should be"),
+    ("--lengths 20000 20001", r"lengths = 20,000 20,001: two of them are nearly the same"),
     ("--shapes 4x192 big", r"shapes = big: .* is LAYERSxWIDTH, like 4x192"),
     ("--lengths 1e6", r"lengths = .*: should be two numbers"),
     ("--minutes 0", r"minutes = 0: should be a number"),
@@ -281,13 +364,19 @@ def test_a_dry_run_changes_nothing(place, tmp_path):
     code, output, _ = run_and_read("ladder", [*place, "--dry_run"])
     assert code == 0
     lines = output.splitlines()
-    commands = [line for line in lines if line.startswith("python scripts/train_gpt2.py ")]
-    assert len(commands) == 7
-    assert any("7 runs of 2 sizes on" in line and "about" in line for line in lines)
+    runs = [line for line in lines if f"{tmp_path}/runs/book-" in line.split(" ")[0]]
+    assert len(runs) == 7
+    assert re.search(r"book-1x32-0\.0164M-seed_1337 +4 +16,384 +\d+ s$", runs[0])
+    (command,) = [line for line in lines if line.startswith("python scripts/train_gpt2.py ")]
+    first = load(TrainingConfig, command.split()[2:])
+    assert (first.run_name, first.train.steps) == ("book-1x32-0.0164M-seed_1337", 4)
+    (summary,) = [line for line in lines if "7 runs of 2 sizes on" in line and "about" in line]
+    assert max(map(len, lines[lines.index(summary) :])) < 140, "the summary is last, and short"
+    assert lines.index(summary) > lines.index(command)
     assert not (tmp_path / "runs").exists()
     code, output = run_script("ladder", ["--data.path", "/no/such", "--dry_run"])
     assert code == 2
-    assert output.splitlines()[-1].startswith("error: data = /no/such: ")
+    assert output.splitlines()[-1].startswith("error: data.path = /no/such: ")
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
     other = str(other_data(corpus, tmp_path))
     refused = {
         "train.init_from = nowhere": {"train.init_from": "nowhere"},
-        "data = nowhere: manifest.json cannot be read": {"data.path": "nowhere"},
+        "data.path = nowhere: manifest.json cannot be read": {"data.path": "nowhere"},
         "processes = 2: more than the 1 windows": {
             "train.global_batch_tokens": 32,
             "eval.every": 1,
