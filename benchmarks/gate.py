@@ -4,7 +4,8 @@ ONE OTHER`, or `resumed STRAIGHT RESUMED`.
 near: losses within 0.3 %; norms of gradients within 1 %, or on average no farther apart than twice
 two runs that differ by rounding alone, `near PLAIN OTHER PLAIN CONTROL`. equal: all numbers of
 rows but for measurements, and the weights, bitwise. resumed: the same, and the second run began
-twice. In all of them, both runs have to have the same steps.
+twice. In all of them, both runs have to have the same steps. Without arguments, stdin has a
+comparison a line.
 """
 
 import json
@@ -111,5 +112,12 @@ def judge(kind: str, *runs: str) -> dict[str, Any]:
         return {"passed": False, "reason": f"{type(error).__name__}: {error}"}
 
 
+def main(words: list[str]) -> None:
+    """Prints a line of JSON for a comparison; without words, for that of each line of stdin."""
+    comparisons = [words] if words else map(str.split, sys.stdin)
+    for comparison in comparisons:
+        print(json.dumps({"gate": comparison, **judge(*comparison)}), flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps({"gate": sys.argv[1:], **judge(*sys.argv[1:])}))
+    main(sys.argv[1:])

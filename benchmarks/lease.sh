@@ -96,10 +96,10 @@ sizes() { # tokens of a step, windows of a micro-batch, tokens of an evaluation
     echo "--train.global_batch_tokens $1 --train.micro_batch_size $2 --eval.tokens $3"
 }
 
-verdict() { # near, equal or resumed, and two runs; for near, two others that differ by rounding
+verdict() { # a line for benchmarks.gate: near, equal or resumed, and two runs; for near, two others that differ by rounding
     kind=$1
     shift
-    $PYTHON -m benchmarks.gate "$kind" "${@/#/$WORK/runs/}" | tee -a "$OUT/gate.jsonl"
+    echo "$kind" "${@/#/$WORK/runs/}"
 }
 
 first_call() {
@@ -168,14 +168,16 @@ gate() {
     for name in "${names[@]}"; do # of one that did not end as it should, the reason
         grep ' completed at step ' "$WORK/$name.log" || tail -n 20 "$WORK/$name.log"
     done
-    verdict equal straight prompt
-    verdict equal straight once
-    verdict near plain control
-    verdict near plain casts plain control
-    verdict near plain fp8 plain control
-    [ "$WINNERS" = A ] || verdict near plain winners plain control
-    verdict resumed straight resumed
-    verdict near mask documents plain control
+    {
+        verdict equal straight prompt
+        verdict equal straight once
+        verdict near plain control
+        verdict near plain casts plain control
+        verdict near plain fp8 plain control
+        [ "$WINNERS" = A ] || verdict near plain winners plain control
+        verdict resumed straight resumed
+        verdict near mask documents plain control
+    } | $PYTHON -m benchmarks.gate | tee "$OUT/gate.jsonl"
     rm -rf "$WORK"/runs/*/checkpoints # 1.5 GB each
 }
 

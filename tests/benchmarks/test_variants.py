@@ -1,6 +1,7 @@
 """benchmarks.ab: names of variants, tables and rounds on made-up figures; and, slowly, a tiny
 comparison."""
 
+import io
 import json
 import re
 import sys
@@ -214,8 +215,20 @@ def test_the_gate_does_not_pass_what_it_cannot_compare(tmp_path):
         found = judge(kind, "missing")
         assert not found["passed"]
         assert "metrics.jsonl" in found["reason"]
-    # the runs that differ by rounding are missing as well
+    # the runs that differ by rounding may be missing, too
     assert not judge("near", "slower", "straight", "missing")["passed"]
+
+
+def test_the_gate_reads_a_comparison_a_line(tmp_path, capsys, monkeypatch):
+    row = {"step": 1, "loss": 3.0, "grad_norm": 1.0}
+    write_run(tmp_path / "one", [{"event": "start"}, row])
+    lines = [f"{kind} {tmp_path}/one {tmp_path}/one" for kind in ("near", "equal", "resumed")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    gate.main([])
+    gate.main(lines[0].split())
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["passed"] for one in found] == [True, True, False, True]
+    assert found[2]["gate"] == lines[2].split()
 
 
 def test_the_names_of_the_lease_are_known():
