@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
@@ -51,8 +52,9 @@ def launch(command, folder=ROOT, **env):
 
 
 def stopped_and_killed(command, pause):
-    """Runs a command that trains several runs three times: it is sent SIGTERM after `pause()`
-    seconds, then SIGKILL, and at last it runs to its end. The output of that."""
+    """Runs a command that trains several runs three times: it is sent SIGTERM `pause()` seconds
+    after it has started the first of them, then SIGKILL, and at last it runs to its end. The output
+    of that."""
     options = {
         "cwd": ROOT,
         "env": environment(PYTHONPATH=NO_REPORT),
@@ -63,10 +65,11 @@ def stopped_and_killed(command, pause):
     codes = {signal.SIGTERM: 75, signal.SIGKILL: -signal.SIGKILL}
     for number, code in codes.items():
         with subprocess.Popen(command, **options) as process:
+            begun = [*takewhile(lambda line: " starts; " not in line, process.stdout)]
             time.sleep(pause())
             process.send_signal(number)
-            output, _ = process.communicate(timeout=60)
-        assert process.returncode == code, output
+            output, _ = process.communicate(timeout=300)
+        assert process.returncode == code, (begun, output)
     done = subprocess.run(command, **options, timeout=600)
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -173,6 +173,11 @@ def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:
     return Choice(complete, active_parameters(shape, text.vocab_size), tokens)
 
 
+def describe_shape(layers: int, width: int) -> str:
+    """1 layer of 64, 4 layers of 192."""
+    return f"{layers} layer{'s' if layers > 1 else ''} of {width}"
+
+
 def active_parameters(shape: Mapping[str, int], vocab_size: int) -> int:
     """Parameters that take part in each token: 12·C² in a layer, and the head."""
     width = shape["model.n_embd"]

@@ -19,7 +19,14 @@ from accelerate import Accelerator
 from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.checkpoint.store import should_save_async
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.own_text import CHOSEN, TYPICAL_MACHINE, TYPICAL_TEXT, Machine, choose
+from gpt2_ddp.config.own_text import (
+    CHOSEN,
+    TYPICAL_MACHINE,
+    TYPICAL_TEXT,
+    Machine,
+    choose,
+    describe_shape,
+)
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -494,7 +501,7 @@ def _advice(training: TrainingConfig, machine: Target, seen: Seen) -> str:
     best = ladder.answer(tokens_for)
     if best is None:
         return "the ladder on this text is too small to say which size is best"
-    size = f"{best.layers} layers of {best.width}, {best.tokens / 1e6:,.1f}M tokens"
+    size = f"{describe_shape(best.layers, best.width)}, {best.tokens / 1e6:,.1f}M tokens"
     larger = ", or larger: more than the ladder can say" if best.is_limited else ""
     return f"best size by the ladder: {size}: {describe_interval(best.interval)}{larger}"
 

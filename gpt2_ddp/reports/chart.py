@@ -35,10 +35,13 @@ UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 
 MOST_DOTS = 150
 """Most evaluations that are drawn as dots, too: more would cover their line."""
+SPREAD = 5
+"""A logarithmic axis whose end is so many times its beginning has the numbers 1, 2, 5, 10, 20 ...,
+if they are few: equal distances would be at its end alone."""
 FEW = 40
 """A curve of at most so many rows shows each of them."""
 
-Style = Literal["line", "faint", "points", "undone"]
+Style = Literal["line", "faint", "points", "dots", "undone"]
 
 
 class Curve(NamedTuple):
@@ -92,13 +95,23 @@ class Scale:
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
         """About `most` round values as positions, with their texts."""
+        values = self._round_values(most)
+        return [*zip(self.fractions(values).tolist(), map(short, values.tolist()), strict=True)]
+
+    def _round_values(self, most: int) -> np.ndarray:
+        """About `most` round values on the axis [n]."""
+        if self.is_log and self.high > SPREAD * self.low:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
+            values = np.array([first * 10.0**power for power in powers for first in (1, 2, 5)])
+            values = values[(values >= self.low) & (values <= self.high)]
+            if 2 < len(values) <= most:
+                return values
         steps = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10])
         locator = LogLocator(numticks=most) if self.high > 30 * self.low > 0 else steps
         if not self.is_log:
             locator = steps
         values = np.asarray(locator.tick_values(self.low, self.high))
-        values = values[(values >= self.low) & (values <= self.high)]
-        return [*zip(self.fractions(values).tolist(), map(short, values.tolist()), strict=True)]
+        return values[(values >= self.low) & (values <= self.high)]
 
 
 @dataclass(frozen=True)
@@ -271,7 +284,8 @@ def _grid(along: Scale, up: Scale, large: bool) -> str:
 
 
 def _path(curve: Curve, along: Scale, up: Scale, colors: Sequence[str]) -> str:
-    """The path of a curve, with a gap at each value that is not finite; as points, too, dots."""
+    """The path of a curve, with a gap at each value that is not finite. As points, dots are on it;
+    as dots, they are alone."""
     x, y = curve.points
     is_finite = np.isfinite(y) & ((y > 0) | (not up.is_log))
     positions = BOX * along.fractions(x)
@@ -292,7 +306,9 @@ def _path(curve: Curve, along: Scale, up: Scale, colors: Sequence[str]) -> str:
     dashes = dashes_of(curve.number, colors)
     path = f'<path class="{curve.style}" style="{style}"{dashes} d="{line}"/>'
     dots = "".join(f"M{word[1:].removesuffix('h0')}h0" for word in words)
-    if curve.style == "points" and len(words) <= MOST_DOTS:
+    if curve.style == "dots":
+        path = ""
+    if curve.style == "dots" or (curve.style == "points" and len(words) <= MOST_DOTS):
         path += f'<path class="rims" d="{dots}"/><path class="dots" style="{style}" d="{dots}"/>'
     elif curve.style != "undone" and len(words) <= FEW:
         path += f'<path class="rows" style="{style}" d="{dots}"/>'

@@ -11,7 +11,7 @@ import numpy as np
 from gpt2_ddp.records.rows import field_of, is_own
 from gpt2_ddp.reports.chart import Band, Chart, Curve, Mark, Style, color_of, dashes_of, symbol_icon
 from gpt2_ddp.reports.expected import band
-from gpt2_ddp.reports.groups import group_runs
+from gpt2_ddp.reports.groups import Group, group_runs
 from gpt2_ddp.reports.history import happenings
 from gpt2_ddp.reports.picture import COLORS, PANELS, Along, axis_of
 from gpt2_ddp.reports.runs import RunRecord, Series, series_of, share_tokens
@@ -34,12 +34,13 @@ class Curves:
     """The charts of runs, along steps or tokens.
 
     Attributes:
+        groups: the runs that share a colour.
         numbers: of the colour of each run.
     """
 
-    def __init__(self, runs: Sequence[RunRecord]):
+    def __init__(self, runs: Sequence[RunRecord], groups: Sequence[Group] | None = None):
         self.runs = runs
-        self.groups = group_runs(runs)
+        self.groups = groups or group_runs(runs)
         self.numbers = {
             run: number for number, group in enumerate(self.groups) for run in group.runs
         }

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2_ddp.config.own_text import describe_shape
 from gpt2_ddp.evaluation.ladder import Ladder
 from gpt2_ddp.evaluation.scaling import BEYOND
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.reports.chart import Band, Chart, Curve
 from gpt2_ddp.reports.curves import Curves
+from gpt2_ddp.reports.groups import Group
 from gpt2_ddp.reports.picture import COLORS
 from gpt2_ddp.reports.report import document
 from gpt2_ddp.reports.runs import RunRecord
@@ -27,14 +29,24 @@ def write_page(
     """Writes the page, complete or not at all, and returns its path. Raises: UserError."""
     text = "\n".join(lines)
     body = [f"<header><h1>Ladder of {escape(str(folder))}</h1></header>"]
-    body.append(f'<pre class="copy">{escape(text)}</pre>')
+    body.append(f'<pre class="copy wrapped">{escape(text)}</pre>')
     body.append(law_chart(ladder).html(COLORS, 1000, large=True))
     body.append(_legend(ladder))
     body += ["<h2>Runs</h2>", runs_table(ladder), "<h2>Their curves</h2>"]
-    body += [*Curves(runs).html()]
+    body += [*Curves(runs, groups_by_size(ladder, runs)).html()]
     html = document(f"Ladder of {folder}", body)
     write_atomically(file, [html.encode(errors="replace")])
     return file
+
+
+def groups_by_size(ladder: Ladder, runs: Sequence[RunRecord]) -> list[Group]:
+    """The runs of each size, in the order of the law's colours."""
+    sizes = {run.name: (run.layers, run.width) for run in ladder.rungs}
+    groups: list[Group] = []
+    for size in _sizes(ladder):
+        of_size = [run for run in runs if sizes.get(run.folder.name) == size]
+        groups.append(Group(describe_shape(*size), {}, of_size))
+    return groups
 
 
 def law_chart(ladder: Ladder) -> Chart:
@@ -59,7 +71,7 @@ def law_chart(ladder: Ladder) -> Chart:
             if (run.layers, run.width) == (layers, width)
         )
         x, y = np.array(measured, np.float64).T
-        curves.append(Curve(f"{size}, measured", (x, y), number, "points"))
+        curves.append(Curve(f"{size}, measured", (x, y), number, "dots"))
     note = "bits per byte by tokens trained on, log scales"
     return Chart("Loss", curves, "tokens", note, is_log=True, bands=bands, is_log_x=True)
 
@@ -71,13 +83,14 @@ def _sizes(ladder: Ladder) -> list[tuple[int, int]]:
 
 
 def _legend(ladder: Ladder) -> str:
-    """The colour of each size."""
+    """The colour of each size, and what is drawn in it."""
     items = [
         f'<li><svg width="26" height="12" style="--c:{COLORS[number % len(COLORS)]}"'
         ' aria-hidden="true"><rect class="band" width="26" height="12"/><line x2="26" y1="6"'
-        f' y2="6"/></svg>{layers} layers of {width}</li>'
+        f' y2="6"/></svg>{describe_shape(layers, width)}</li>'
         for number, (layers, width) in enumerate(_sizes(ladder))
     ]
+    items.append("<li>dots: runs; line: the law; area: where 90 % of runs should end</li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from gpt2_ddp.config.base import flat, shown
 from gpt2_ddp.config.cli import load, read_yaml
-from gpt2_ddp.config.own_text import HEAD, MOST_PASSES, given_fields
+from gpt2_ddp.config.own_text import HEAD, MOST_PASSES, describe_shape, given_fields
 from gpt2_ddp.config.plan import LadderConfig, PlanConfig
 from gpt2_ddp.config.saved import check_resumable, with_recorded
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig
@@ -351,7 +351,7 @@ def _describe_rest(missing: Sequence[Cell], planned: Planned, at_once: int) -> s
     runs = len(planned.cells)
     time = duration_text(seconds_of(missing, planned.cost) / at_once)
     rest = f"the others take about {time}" if missing else "nothing is trained"
-    return f"  {runs - len(missing)} of {runs} runs are complete: {rest}"
+    return f"  complete already: {runs - len(missing)} of {runs} runs; {rest}"
 
 
 def check_sizes(config: LadderConfig, runs: Sequence[tuple[Cell, Member]], at_once: int) -> None:
@@ -500,7 +500,8 @@ class TimedAnswer(NamedTuple):
             hint = f"beyond {BEYOND:g} times the ladder's largest run, of which nothing is said"
             return [f"in {self.minutes:g} minutes on this machine: {hint}; train a longer ladder"]
         passes = best.tokens / self.ladder.text_tokens
-        size = f"{best.layers} layers of {best.width} ({count_text(best.parameters)} parameters)"
+        shape = describe_shape(best.layers, best.width)
+        size = f"{shape} ({count_text(best.parameters)} parameters)"
         amount = f"{count_text(best.tokens)} tokens, {passes:.1f} passes"
         expected = f"expect {describe_interval(best.interval)} bits per byte"
         name = f"{config.run_name}_{self.minutes:g}min".replace(".", "_")

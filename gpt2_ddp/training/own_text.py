@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from gpt2_ddp.config.own_text import Choice, Machine, Text, choose
+from gpt2_ddp.config.own_text import Choice, Machine, Text, choose, describe_shape
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest, text_bytes
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
@@ -130,7 +130,7 @@ def describe(choice: Choice[TrainingConfig], text: Text, size: int) -> str:
     """What will be trained, in one line."""
     config = choice.config
     model = config.model
-    shape = f"{model.n_layer} layers of {model.n_embd}, context {model.block_size}"
+    shape = f"{describe_shape(model.n_layer, model.n_embd)}, context {model.block_size}"
     passes = f"about {choice.tokens / text.tokens:.1f} passes over the text"
     if config.train.minutes:
         passes += f" in {config.train.minutes:g} minutes"

@@ -204,7 +204,7 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
         *RATES[4:],
         *words.split(),
     ]
-    stopped_and_killed(command, lambda: random.uniform(4, 10))
+    stopped_and_killed(command, lambda: random.uniform(0, 6))
     runs = [
         Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2)
     ]

@@ -161,10 +161,10 @@ def test_it_goes_on_with_the_same_runs_on_another_machine(
     capsys.readouterr()
     assert climb(words) == 0
     assert started[1] == [first[2]], "only what is missing is trained"
-    assert "  5 of 6 runs are complete: the others take about " in capsys.readouterr().out
+    assert "  complete already: 5 of 6 runs; the others take about " in capsys.readouterr().out
     assert climb(words) == 0
     assert started[2] == []
-    assert "  6 of 6 runs are complete: nothing is trained" in capsys.readouterr().out
+    assert "  complete already: 6 of 6 runs; nothing is trained" in capsys.readouterr().out
 
 
 def test_another_ladder_of_that_name_is_refused(place, untrained, tmp_path):
@@ -384,7 +384,7 @@ def test_a_ladder_that_is_stopped_goes_on_and_foretells_a_run(place, tmp_path):
     """All of it by real launches: stopped, killed, resumed; then a run and a plan that it
     foretells."""
     command = [sys.executable, str(SCRIPTS / "ladder.py"), *place, "--at_once", "2"]
-    stopped_and_killed(command, lambda: 12)
+    stopped_and_killed(command, lambda: 5)
     ladder = read_ladder(tmp_path / "data")
     assert len(ladder.rungs) == 7
     for rung in ladder.rungs:
