@@ -115,6 +115,8 @@ def test_thinned_curves_keep_ends_extremes_and_gaps():
         assert np.nanmax(inside) > np.nanmax(y[part]) - 0.03
     chart = Chart("t", [Curve("c", (x, y), 0, "points")], "step")
     assert 'class="dots"' not in chart.html(COLORS, 200), "a line of dots is a band"
+    dots = Chart("t", [Curve("c", (x[:5], y[:5]), 0, "dots")], "step").html(COLORS, 200)
+    assert dots.count("<path") == 2, "a dot and its rim, without a line"
     few = (x[:800], y[:800])
     assert thin(few, 200) is few
 
@@ -425,6 +427,8 @@ def test_axes_have_round_numbers():
     assert [text for _, text in Scale(0, 2317).ticks(6)] == ["0", "500", "1000", "1500", "2000"]
     assert [text for _, text in Scale(2.3, 8.4, True).ticks(7)] == ["3", "4", "5", "6", "7", "8"]
     assert [text for _, text in Scale(1e-3, 50, True).ticks(5)][1:3] == ["0.01", "0.1"]
+    wide = [text for _, text in Scale(4e5, 2.5e7, True).ticks(6)]
+    assert wide == ["500k", "1M", "2M", "5M", "10M", "20M"]
     texts = [short(value) for value in (15_000, 2.5e6, 1e9, 0.001, 0.00025)]
     assert texts == ["15k", "2.5M", "1B", "0.001", "2.5e-4"]
     fractions = np.array([fraction for fraction, _ in Scale(1, 16, True).ticks(5)])
