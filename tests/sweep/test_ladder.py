@@ -3,17 +3,21 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from close import assert_close
 from commands import (
     NO_REPORT,
     ROOT,
     SCRIPTS,
+    environment,
     expect_error,
     last_of_each,
     launch,
@@ -22,6 +26,7 @@ from commands import (
     stopped_and_killed,
 )
 from conftest import write_shards
+from runs import train
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.own_text import Text, choose
@@ -34,6 +39,7 @@ from gpt2_ddp.evaluation.ladder import FILE, expectation_of, find_ladder, read_l
 from gpt2_ddp.evaluation.scaling import PRIORS
 from gpt2_ddp.files import local_copy, read_json
 from gpt2_ddp.plan import plan as plan_module
+from gpt2_ddp.records.rows import is_locked
 from gpt2_ddp.remote.objects import fetch_data
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.sweep import design
@@ -377,6 +383,55 @@ def test_a_dry_run_changes_nothing(place, tmp_path):
     code, output = run_script("ladder", ["--data.path", "/no/such", "--dry_run"])
     assert code == 2
     assert output.splitlines()[-1].startswith("error: data.path = /no/such: ")
+
+
+@pytest.fixture
+def trained_here(monkeypatch):
+    """Runs are trained in this process. Returns their names, by command."""
+    started = []
+
+    def train_all(members, at_once, gpus):
+        started.append([member.folder.name for member in members])
+        assert [train(member.config) for member in members] == ["completed"] * len(members)
+        return {}
+
+    monkeypatch.setattr(ladder_module, "train_all", train_all)
+    return started
+
+
+@pytest.mark.slow
+def test_a_killed_ladder_goes_on_where_it_was(place, trained_here, tmp_path):
+    """Killed in its second run; the answer is that of a ladder that was not killed."""
+    words = [*place, "--shapes", "1x32", "2x64", "--lengths", "163840", "655360", "--repeats", "1"]
+    words = last_of_each(words)
+    names = [f"book-{name}-seed_1337" for name in ("1x32-0.164M", "1x32-0.655M", "2x64-0.164M")]
+    first, second, third = (tmp_path / "runs" / name for name in names)
+    env = environment(PYTHONPATH=NO_REPORT, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    command = [sys.executable, str(SCRIPTS / "ladder.py"), *words]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL) as process:
+        while not (second / "checkpoints/step-00000040").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    while is_locked(second):
+        time.sleep(0.01)
+    assert read_json(first / "status.json")["state"] == "completed"
+    left = read_json(second / "status.json")
+    assert left["state"] == "stopped"
+    assert not third.exists()
+    assert climb(words) == 0
+    assert trained_here[0][:2] == names[1:], "without the first"
+    rows = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    starts = [row["step"] for row in rows if row.get("event") == "start"]
+    assert starts == [0, left["step"]]
+    killed = read_json(tmp_path / "runs/book-ladder.json")
+    whole = last_of_each([*words, "--output_dir", str(tmp_path / "whole")])
+    assert climb(whole) == 0
+    expected = read_json(tmp_path / "whole/book-ladder.json")
+    assert len(killed["rungs"]) == 4
+    for name in ("name", "bits", "curve"):
+        assert [run[name] for run in killed["rungs"]] == [run[name] for run in expected["rungs"]]
+    assert killed["law"] == expected["law"]
 
 
 @pytest.mark.slow
