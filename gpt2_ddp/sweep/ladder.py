@@ -42,7 +42,7 @@ from gpt2_ddp.files import read_json
 from gpt2_ddp.output import text_table, write_json
 from gpt2_ddp.plan.plan import Plan, make_plan
 from gpt2_ddp.project import command_for
-from gpt2_ddp.records.rows import CONFIG
+from gpt2_ddp.records.rows import CONFIG, is_locked
 from gpt2_ddp.reports.ladder_page import write_page
 from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
 from gpt2_ddp.reports.values import count_text, duration_text
@@ -361,7 +361,8 @@ def check_sizes(config: LadderConfig, runs: Sequence[tuple[Cell, Member]], at_on
     checked: set[tuple[int, int]] = set()
     for cell, member in sorted(runs, key=lambda run: -run[0].parameters):
         size = (cell.layers, cell.width)
-        if size in checked:
+        # a killed ladder has left a locked run saving: `train_all` waits for it
+        if size in checked or is_locked(member.folder):
             continue
         checked.add(size)
         plan = _plan(config, member)
