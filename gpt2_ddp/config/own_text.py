@@ -79,10 +79,10 @@ LR = 0.02
 MUON_LR = 0.012
 MEMORY_OF_RUN = 0.15
 MEMORY_OF_PASS = 0.6
-"""Weight decay is chosen so that it forgets. What it leaves of the weights of earlier steps falls to
-1/e in 1 / (rate x decay) steps: this share of the run, or of a pass over the text if that is less.
-So text that is read often is forgotten in between (Wang and Aitchison, 2024, "How to set AdamW's
-weight decay as you scale model and dataset size")."""
+"""Weight decay is chosen so that it forgets. What it leaves of the weights of earlier steps falls
+to 1/e in 1 / (rate x decay) steps: this share of the run, or of a pass over the text if that is
+less. So text that is read often is forgotten in between (Wang and Aitchison, 2024, "How to set
+AdamW's weight decay as you scale model and dataset size")."""
 MOST_DECAY = 2.5
 """Largest weight decay."""
 ADAMW_LR = 2e-3

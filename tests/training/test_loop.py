@@ -192,7 +192,7 @@ def test_steps_leave_nothing_for_the_garbage_collector(corpus, tmp_path, monkeyp
     step = loop.train_step
 
     def train_step(trainer):
-        if trainer.run.step in (5, 15):
+        if trainer.run.step in (5, 10, 15):
             gc.disable()
             garbage.append(gc.collect())
         return step(trainer)
@@ -202,8 +202,9 @@ def test_steps_leave_nothing_for_the_garbage_collector(corpus, tmp_path, monkeyp
         train(config)
     finally:
         gc.enable()
-    assert len(garbage) == 2
-    assert garbage[1] == 0
+    assert len(garbage) == 3
+    # what ends meanwhile, such as a thread of another test, leaves some once
+    assert min(garbage[1:]) == 0
 
 
 def test_a_step_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
