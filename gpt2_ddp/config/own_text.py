@@ -39,6 +39,7 @@ CHOSEN = {
     "model.n_embd",
     "model.block_size",
     "model.dropout",
+    "model.tie_word_embeddings",
     "optim.lr",
     "optim.muon_lr",
     "optim.weight_decay",
@@ -61,10 +62,15 @@ WORK = 5e13
 GROWTH = 0.45
 """Active parameters that suit a run of so many FLOPs, and their growth with those."""
 CONTEXTS = (256, 512)
-WIDE = 320
-"""Context in tokens; the second for wider models."""
+WIDE = 192
+"""Context in tokens; the second for wider models. These are for longer runs: of 3 million tokens, a
+model does not learn to use it."""
 LEAST_WINDOWS = 64
 """Fewest windows of a text."""
+TIED_PASSES = 5
+TIED_KINDS = ("llama", "qwen3")
+"""Most passes over the text with an embedding and a head of their own. Above, the head is the
+embedding in these architectures, and the model overfits less."""
 DROPOUTS = ((16, 0.0), (30, 0.1), (math.inf, 0.2))
 """Most passes over the text, and the dropout for them."""
 MOST_PASSES = 40.0
@@ -77,8 +83,7 @@ BATCH_GROWTH = 0.5
 LR = 0.02
 """AdamW's learning rate beside Muon, for a width of 192; inverse to the root of the width."""
 MUON_LR = 0.012
-MEMORY_OF_RUN = 0.15
-MEMORY_OF_PASS = 0.6
+MEMORY = 0.4
 """Weight decay is chosen so that it forgets. What it leaves of the weights of earlier steps falls
 to 1/e in 1 / (rate x decay) steps: this share of the run, or of a pass over the text if that is
 less. So text that is read often is forgotten in between (Wang and Aitchison, 2024, "How to set
@@ -156,9 +161,11 @@ def choose(config: ConfigT, text: Text, machine: Machine) -> Choice[ConfigT]:
         if tokens > MOST_PASSES * text.tokens and "train.minutes" not in given:
             tokens = MOST_PASSES * text.tokens
             length = {"train.steps": None, "train.epochs": MOST_PASSES, "train.minutes": None}
-    chosen: dict[str, Any] = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
-    chosen |= _step(given, shape, tokens, machine.ranks, bool(length["train.minutes"]))
     values = flat(config.model_dump())
+    chosen: dict[str, Any] = shape | length | {"model.dropout": _dropout(tokens / text.tokens)}
+    if tokens > TIED_PASSES * text.tokens and values["model.architecture"] in TIED_KINDS:
+        chosen["model.tie_word_embeddings"] = True
+    chosen |= _step(given, shape, tokens, machine.ranks, bool(length["train.minutes"]))
     if values["optim.name"] == "muon":
         rate = given.get("optim.muon_lr", MUON_LR)
         batch = chosen["train.global_batch_tokens"]
@@ -257,7 +264,7 @@ def _dropout(passes: float) -> float:
 
 def _weight_decay(rate: float, steps: float, steps_of_pass: float) -> float:
     """Muon's weight decay at this learning rate."""
-    remembered = min(MEMORY_OF_RUN * steps, MEMORY_OF_PASS * steps_of_pass)
+    remembered = MEMORY * min(steps, steps_of_pass)
     return round(min(1 / (rate * remembered), MOST_DECAY), 2)
 
 

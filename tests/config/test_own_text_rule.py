@@ -125,6 +125,45 @@ def test_little_text_ends_after_enough_passes():
     assert config.model.dropout > 0
 
 
+def test_a_longer_run_has_a_longer_context():
+    """Of 3 million tokens a model learns nothing from a longer one; of 11 million much."""
+    assert chosen(**{"train.minutes": 5}).model.block_size == 256
+    assert chosen(**{"train.minutes": 30}).model.block_size == 512
+
+
+@pytest.mark.parametrize(
+    ("passes", "flags", "tied"),
+    [
+        (9, {}, True),
+        (9, {"model.architecture": "llama"}, True),
+        (9, {"model.architecture": "gpt2"}, None),  # which is tied by itself
+        (9, {"model.tie_word_embeddings": "false"}, False),
+        (3, {}, None),
+        (3, {"model.tie_word_embeddings": "true"}, True),
+    ],
+)
+def test_of_text_that_is_read_often_the_head_is_the_embedding(passes, flags, tied):
+    model = chosen(**{"train.epochs": passes, **flags}).model
+    assert model.tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "decay"),
+    [
+        (10**9, 1000, 0.21),  # remembers 400 steps
+        (1_024_000, 1000, 0.83),  # 250 of a pass are fewer: 100
+        (10**9, 20, 2.5),  # the most
+    ],
+)
+def test_weight_decay_forgets_within_a_part_of_the_run_or_of_a_pass(tokens, steps, decay):
+    flags = {"train.steps": steps, "train.global_batch_tokens": 4096}
+    optim = chosen(Text(tokens, 4096), **flags).optim
+    assert optim.muon_lr == 0.012
+    assert optim.weight_decay == decay
+    slower = chosen(Text(tokens, 4096), **flags, **{"optim.muon_lr": "0.006"}).optim
+    assert slower.weight_decay == pytest.approx(min(2 * decay, 2.5), abs=0.02)
+
+
 def test_a_given_contradiction_names_the_given_fields():
     with pytest.raises(UserError, match=r"model\.n_embd = 100: should be a multiple of 14"):
         chosen(**{"model.n_embd": "100", "model.n_head": "7"})
