@@ -14,6 +14,8 @@ ORDER = 3
 """Tokens in a row that are counted."""
 DISCOUNT = 0.75
 """Taken off each count, and given to what was not seen."""
+REPEATED = 8
+"""Tokens in a row that are a repetition if they were there before: few are by chance."""
 
 Tokens = NDArray[np.int64]
 """Token numbers, [N]; also sequences of tokens, each as one number."""
@@ -40,6 +42,30 @@ def bits_per_token(training: Tokens, validation: Tokens, vocab_size: int) -> flo
             vocab_size,
         )
     return float(-np.log2(probability).mean())
+
+
+def repeated_share(training: Tokens, validation: Tokens) -> float:
+    """The share of a validation text that is repeated word for word: of its `REPEATED` tokens in a
+    row, those that the training text has, or an earlier part of the validation text. 0 to 1."""
+    if min(len(training), len(validation)) < REPEATED:
+        return 0.0
+    # a collision of two hashes, of millions of 2**64, is unlikely, and does not matter
+    known = np.unique(_hashes(training))
+    asked = _hashes(validation)
+    _, first = np.unique(asked, return_index=True)
+    is_repeated = np.ones(len(asked), bool)
+    is_repeated[first] = False
+    return float(np.mean(is_repeated | np.isin(asked, known)))
+
+
+def _hashes(tokens: Tokens) -> NDArray[np.uint64]:
+    """A hash of each `REPEATED` tokens in a row."""
+    count = len(tokens) - REPEATED + 1
+    found = np.zeros(count, np.uint64)
+    for place in range(REPEATED):
+        found *= np.uint64(0x9E3779B97F4A7C15)  # odd, and its bits are mixed; products overflow
+        found += tokens[place : place + count].astype(np.uint64) + np.uint64(1)
+    return found
 
 
 def _sequences(tokens: Tokens, length: int, vocab_size: int) -> Tokens:

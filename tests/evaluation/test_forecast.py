@@ -10,7 +10,7 @@ from close import assert_close
 
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.evaluation import forecast as module
-from gpt2_ddp.evaluation.counts import DISCOUNT, bits_per_token
+from gpt2_ddp.evaluation.counts import DISCOUNT, bits_per_token, repeated_share
 from gpt2_ddp.evaluation.forecast import CountedText, Forecast, count_text, from_record, worth_of
 
 
@@ -63,6 +63,29 @@ def test_a_repeated_text_needs_few():
     assert bits_per_token(tokens[:1500], tokens[1500:], 50) < 0.1
 
 
+def test_the_share_that_is_repeated():
+    """Of eight tokens in a row, those that were there before."""
+    draw = np.random.default_rng(2)
+    new = draw.integers(0, 1000, (3, 500))
+    assert repeated_share(new[0], new[1]) == 0
+    assert repeated_share(new[0], new[0]) == 1
+    within = repeated_share(new[0], np.concatenate([new[1], new[1]]))
+    assert_close(within, 493 / 993)  # 7 of the second half begin in the first
+    both = repeated_share(new[0], np.concatenate([new[2], new[0]]))
+    assert_close(both, 493 / 993)
+    assert repeated_share(new[0][:7], new[1]) == 0
+
+
+def test_what_is_repeated_is_learned_in_longer_runs():
+    plain = CountedText(10**9, 2.0, 0.95)
+    repeating = plain._replace(repeated=0.5)
+    gains = []
+    for tokens in (1e3, 2.9e6, 11.6e6, 1e10):
+        without = Forecast(plain, 2e6, tokens).bits_per_byte
+        gains.append(1 - Forecast(repeating, 2e6, tokens).bits_per_byte / without)
+    assert_close(gains, [0, 0.05, 0.25, 0.4])
+
+
 def test_a_folder_s_text_is_counted_per_byte(corpus, monkeypatch):
     manifest = read_manifest(corpus)
     text = count_text(corpus, manifest)
@@ -91,7 +114,9 @@ def test_more_of_anything_is_better_and_new_text_better_than_old():
 
 
 def test_a_row_keeps_a_forecast():
-    forecast = Forecast(CountedText(1_000_000, 2.0, 0.95), 2e6, 3e6)
+    forecast = Forecast(CountedText(1_000_000, 2.0, 0.95, 0.25), 2e6, 3e6)
     record = json.loads(json.dumps(forecast.record()))
     assert from_record(record) == forecast
+    del record["repeated"]  # as in a run of an earlier release
+    assert from_record(record).text.repeated == 0
     assert record["bits_per_byte"] == forecast.bits_per_byte
