@@ -25,7 +25,7 @@ from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.own_text import CHOSEN, SHAPES, active_parameters, given_fields
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.evaluation.scaling import Interval, Law, Point, fit
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import write_json
@@ -296,12 +296,25 @@ def settings_of(config: TrainingConfig) -> dict[str, Any]:
 def find_ladder(config: TrainingConfig, manifests: Sequence[Manifest]) -> Ladder | None:
     """The ladder of a run of the rule (`own_text`), whose configuration is not completed yet. None
     without one, for other settings than its own, for weights from elsewhere, and for a class of
-    one's own."""
+    one's own. A note says why one that is there does not tell."""
     others = (config.train.init_from, config.train.branch_from, config.task)
     if len(manifests) > 1 or any(others):
         return None
-    ladder = read_ladder(Path(config.data.paths[0]), manifests[0])
-    return ladder if ladder and ladder.settings == settings_of(config) else None
+    file = Path(config.data.paths[0]) / FILE
+    ladder = read_ladder(file.parent, manifests[0])
+    if not ladder:
+        if file.exists():
+            problem = "is damaged, or of other data or another version"
+            print_line(f"note: {file} {problem}, and foretells nothing; run ladder.py again")
+        return None
+    settings = settings_of(config)
+    names = sorted(settings.keys() | ladder.settings.keys())
+    different = [name for name in names if settings.get(name) != ladder.settings.get(name)]
+    if different:
+        problem = f"is of other values of {', '.join(different)}"
+        print_line(f"note: {file} {problem}, and foretells nothing of this run")
+        return None
+    return ladder
 
 
 def read_ladder(folder: Path, manifest: Manifest | None = None) -> Ladder | None:

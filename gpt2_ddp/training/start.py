@@ -142,6 +142,8 @@ class OpenRun:
         """Records how training ended."""
         kept = self.store.listing()["kept"]
         self.log.append({"event": "end", "step": self.step, "outcome": outcome, "kept": kept})
+        if self.log.is_main:
+            self.log.sync()  # the status is durable, too, and must not be there without the row
         self.log.write_status(outcome, self.step, reason)
 
 

@@ -51,19 +51,26 @@ def test_a_folder_keeps_a_ladder(folder):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "named"),
     [
-        {"optim.muon_lr": "0.03"},
-        {"model.dropout": "0.1"},
-        {"model.architecture": "llama"},
-        {"data.shift_windows": "false"},
-        {"train.init_from": "runs/other"},
-        {"task": "mine.py:Mine"},
+        ({"optim.muon_lr": "0.03"}, "optim.muon_lr"),
+        (
+            {"model.dropout": "0.1", "model.architecture": "llama"},
+            "model.architecture, model.dropout",
+        ),
+        ({"data.shift_windows": "false"}, "data.shift_windows"),
+        ({"train.init_from": "runs/other"}, ""),
+        ({"task": "mine.py:Mine"}, ""),
     ],
 )
-def test_other_settings_have_no_ladder(folder, flags):
+def test_other_settings_have_no_ladder_and_a_note_names_them(folder, flags, named, capsys):
     data, _ = folder
-    assert find_ladder(config_of(data, **flags), [read_manifest(data)]) is None
+    config = config_of(data, **flags)
+    capsys.readouterr()
+    assert find_ladder(config, [read_manifest(data)]) is None
+    said = capsys.readouterr().err
+    expected = f"note: {data / FILE} is of other values of {named}, and foretells nothing"
+    assert said.startswith(expected) if named else not said
 
 
 def test_shape_length_seed_and_reports_do_not_matter(folder):
@@ -75,7 +82,7 @@ def test_shape_length_seed_and_reports_do_not_matter(folder):
     assert find_ladder(config_of(data), [manifest, manifest]) is None, "a mixture is another text"
 
 
-def test_a_ladder_of_other_data_or_a_damaged_file_is_none(folder):
+def test_a_ladder_of_other_data_or_a_damaged_file_is_none(folder, capsys):
     data, ladder = folder
     content = json.loads((data / FILE).read_text())
     damaged = [
@@ -92,8 +99,15 @@ def test_a_ladder_of_other_data_or_a_damaged_file_is_none(folder):
         assert read_ladder(data) is None
     (data / FILE).write_text("{")
     assert read_ladder(data) is None
+    config = config_of(data)
+    manifests = [read_manifest(data)]
+    capsys.readouterr()
+    assert find_ladder(config, manifests) is None
+    assert capsys.readouterr().err.startswith(f"note: {data / FILE} is damaged, or of other data")
     (data / FILE).unlink()
     assert read_ladder(data) is None
+    assert find_ladder(config, manifests) is None
+    assert not capsys.readouterr().err
     assert ladder.version == 1
 
 
