@@ -45,8 +45,8 @@ def bits_per_token(training: Tokens, validation: Tokens, vocab_size: int) -> flo
 
 
 def repeated_share(training: Tokens, validation: Tokens) -> float:
-    """The share of a validation text that is repeated word for word: of its `REPEATED` tokens in a
-    row, those that the training text has, or an earlier part of the validation text. 0 to 1."""
+    """The share of a validation text that is repeated word for word, 0 to 1. Each `REPEATED` tokens
+    in a row count as repeated if the training text, or the validation text before, has them."""
     if min(len(training), len(validation)) < REPEATED:
         return 0.0
     # a collision of two hashes, of millions of 2**64, is unlikely, and does not matter
